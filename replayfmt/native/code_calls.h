@@ -389,7 +389,7 @@ inline void learn_kernel(const GeneratedKernel& of, const py::tuple& given, int6
   const auto values = values_of(of, reinterpret_cast<PyTupleObject*>(given.ptr())->ob_item,
                                 static_cast<Py_ssize_t>(given.size()));
   std::lock_guard<std::mutex> lock(of.session->mutex);
-  HotCall made(*of.session, of.known);
+  HotCall made(*of.session, of.known, true);
   if (values && made.take_all(*values)) {
     of.session->signatures.emplace(made.key(), signature);
   }

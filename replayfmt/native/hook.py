@@ -16,7 +16,6 @@ from .building import NotAvailable, library
 from .ending import at_last, prepare
 
 KNOWN_PYTORCH = ((2, 11), (2, 15))  # the first and the last release whose dispatcher the hook was made for
-_WAIT = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _TAKES_PART, _HIDDEN, _ACTIVE = 1, 2, 4  # bits of opreplay_recorder_state
 
 prepare()
@@ -79,7 +78,7 @@ class DispatchHook:
         at_last(self.end)  # a running thread must not wait for an interpreter that is shutting down
 
     def session(self, began_ns: int, chunk_records: int, scalars: bool) -> Any:
-        """A `Session` of session.h, for one capture. `began_ns`: the capture's start."""
+        """A `Session` of session.h (like recording/stream/session.py). `began_ns`: the capture's start."""
         return self._types.Session(began_ns, chunk_records, scalars)
 
     def begin(self, functions: Functions, session: Any, watch: int) -> None:
@@ -151,12 +150,6 @@ class DispatchHook:
         """In place of a guard that gives the calling thread two sets of keys, those that are included and those that
         are excluded: the recorder's key is in each as it is in the thread's now."""
         return self._types.key_guard(original)
-
-
-def wait_to_flush(session: Any) -> None:
-    """Wait, without the GIL, until rows of a session are to be written by the calling thread: flushing.h."""
-    function, argument = session.flushing.waiting
-    _WAIT(function)(argument)
 
 
 _loaded: DispatchHook | None = None

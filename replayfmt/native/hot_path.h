@@ -25,7 +25,7 @@ inline bool is_plain(const at::Tensor& tensor) {
 // One call, from its arguments to its record, with the session's mutex held. Values come as a stack has them, or as C++ does.
 class HotCall {
  public:
-  // `has_run`: it is not asked whether others wrote what it uses.
+  // `has_run`: on the complete path. It is not asked whether others wrote what it uses, nor whether Python looks after that.
   HotCall(Session& session, const Operator& op, bool has_run = false) : session_(session), op_(op), has_run_(has_run) {
     take_token(op.number);
     take_token(0);  // number of positional arguments
@@ -88,8 +88,8 @@ class HotCall {
     }
     c10::StorageImpl* impl = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     Storage* storage = session_.storage_of(impl);
-    if (!storage && std::find(used_.begin(), used_.end(), impl) != used_.end()) {
-      return false;  // an argument's, which Python has begun to look after since it was taken
+    if (storage ? storage->careful : std::find(used_.begin(), used_.end(), impl) != used_.end()) {
+      return has_run_ && take_token(kTensor);  // Python may have begun to look after an argument's since it was taken
     }
     const Looks looks(tensor);
     const int64_t seen = storage ? session_.view_of(*storage, looks, tensor.storage_offset()) : 0;
@@ -130,14 +130,8 @@ class HotCall {
     return known_signature();
   }
 
-  // Arguments on storages that nobody has told of here. Not as tensors: one more reference may need the interpreter's lock.
+  // Arguments on storages that the capture does not know. Not as tensors: one more reference may need the interpreter's lock.
   const std::vector<c10::TensorImpl*>& unregistered() const { return unregistered_; }
-  // Python has been told, and looks after them itself.
-  void note_careful() const {
-    for (const c10::TensorImpl* tensor : unregistered_) {
-      session_.note_careful(tensor->unsafe_storage().unsafeGetStorageImpl());
-    }
-  }
 
   // Append the record, and what is new.
   void record(int64_t signature, int64_t context, int64_t started_ns, int64_t ended_ns) {
@@ -149,7 +143,7 @@ class HotCall {
     row = std::copy(encoded_.ints.begin(), encoded_.ints.end(), row);
     std::transform(encoded_.floats.begin(), encoded_.floats.end(), row, std::bit_cast<int64_t, double>);
     for (const auto& [impl, tensor, beside] : written_) {
-      if (Storage* storage = session_.storage_of(impl)) {
+      if (Storage* storage = session_.storage_of(impl); storage && !storage->careful) {
         storage->note_written(*impl, tensor, beside);
         if (std::exchange(storage->unwritten, false)) {
           storage->sampled = std::string();
@@ -231,11 +225,7 @@ class HotCall {
   }
 
   int64_t new_view(Storage& storage, const Metas::value_type* meta, int64_t offset) {
-    const int64_t tensor = session_.next_tensor.next();
-    const int64_t definition[] = {tensor, storage.id, offset, meta->second.id};
-    session_.definitions.add(definition);
-    storage.views.add({meta, offset, tensor});
-    return tensor;
+    return session_.add_view(storage.id, {meta, offset, 0}, &storage.views);
   }
 
   int64_t number_of(const Made& made) {
@@ -250,7 +240,7 @@ class HotCall {
       const auto bytes = static_cast<int64_t>(made.impl->nbytes());
       const int64_t id = session_.next_storage.next();
       const bool unwritten = op_.empty && !fills_empty();
-      storage = &session_.add(made.impl, id, bytes, false, true);
+      storage = &session_.add(made.impl, id, bytes, false);
       storage->generated = op_.generated;
       storage->unwritten = unwritten && bytes != 0 && made.impl->device_type() != at::kMeta;
       if (storage->unwritten) {
@@ -284,9 +274,12 @@ class HotCall {
     }
     c10::StorageImpl* impl = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     Storage* storage = session_.storage_of(impl);
-    if (!storage && impl->nbytes() != 0 && !tensor.is_meta() && !session_.is_careful(impl)) {
+    if (!storage && impl->nbytes() != 0 && !tensor.is_meta()) {
       unregistered_.push_back(tensor.unsafeGetTensorImpl());
       return take_token(kTensor);
+    }
+    if (storage && storage->careful) {
+      return has_run_ && take_token(kTensor);
     }
     if (!storage || storage->bytes != static_cast<int64_t>(impl->nbytes()) ||
         (storage->unwritten && !fills(index, tensor, *storage))) {

@@ -178,11 +178,7 @@ class HotRun {
       lock.lock();
       std::destroy_at(&call_);
       std::construct_at(&call_, session_, known_);
-      if (!take(call_)) {
-        return false;
-      }
-      if (!call_.unregistered().empty()) {
-        call_.note_careful();
+      if (!take(call_) || !call_.unregistered().empty()) {
         return false;
       }
     }

@@ -9,16 +9,38 @@
 
 namespace opreplay {
 
+// A function that waits, without the interpreter's lock, until the calling thread is to write. Nothing in it is to be undone:
+// where the interpreter ends meanwhile, the thread ends in its middle.
+inline py::object waiting(Flushing& flushing) {
+  static PyMethodDef definition = {"wait", [](PyObject* self, PyObject*) -> PyObject* {
+                                     auto* of = static_cast<Flushing*>(PyCapsule_GetPointer(self, nullptr));
+                                     PyThreadState* const state = PyEval_SaveThread();
+                                     Flushing::wait(of);
+                                     PyEval_RestoreThread(state);
+                                     Py_RETURN_NONE;
+                                   }, METH_NOARGS, nullptr};
+  const auto capsule = py::reinterpret_steal<py::object>(PyCapsule_New(&flushing, nullptr, nullptr));
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, capsule.ptr()));
+}
+
+// Of a storage that was born on the hot path: its entry, id and bytes, a sample of it as it was then if nothing was written
+// to it since (else None), and whether generated code allocated it. None for any other.
+inline py::object adopted(const std::shared_ptr<Session>& session, uintptr_t address) {
+  const auto found = session->adopt(reinterpret_cast<c10::StorageImpl*>(address));
+  if (!found) {
+    return py::none();
+  }
+  const py::object sampled = found->unwritten ? py::object(py::bytes(found->sampled)) : py::none();
+  return py::make_tuple(Entry(session, address, found->id), found->id, found->bytes, sampled, found->generated);
+}
+
 // A module of the types that Python needs.
 inline py::object python_types() {
   py::module_ scope = py::module_::import("types").attr("ModuleType")("opreplay_recorder");
   py::class_<Flushing>(scope, "Flushing", py::module_local())
       .def("expect", &Flushing::expect)
       .def("wake", &Flushing::wake)
-      // The addresses of `wait` and of its argument.
-      .def_property_readonly("waiting", [](Flushing& self) {
-        return py::make_tuple(reinterpret_cast<uintptr_t>(&Flushing::wait), reinterpret_cast<uintptr_t>(&self));
-      });
+      .def_property_readonly("wait", &waiting);
   scope.def("key_guard", &key_guard);
   py::class_<Rows>(scope, "Rows", py::module_local())
       .def("__len__", &Rows::length)
@@ -31,6 +53,18 @@ inline py::object python_types() {
   py::class_<GeneratedKernel, std::shared_ptr<GeneratedKernel>>(scope, "GeneratedKernel", py::module_local())
       .def("caller", &kernel_caller)
       .def("learn", &learn_kernel);
+  py::class_<Entry>(scope, "Entry", py::module_local())
+      .def("find", &Entry::find)
+      .def("view", &Entry::view)
+      .def("views", &Entry::views)
+      .def("written", &Entry::written)
+      .def("clear_written", &Entry::clear_written)
+      .def("note_written", &Entry::note_written)
+      .def("offer", &Entry::offer)
+      .def("withdraw", &Entry::withdraw)
+      .def("forget", &Entry::forget)
+      .def("forget_marked", &Entry::forget_marked)
+      .def_property("content", &Entry::content, &Entry::set_content);
   py::class_<Session, std::shared_ptr<Session>>(scope, "Session", py::module_local())
       .def(py::init<int64_t, size_t, bool>())
       .def_readonly("rows", &Session::rows)
@@ -43,16 +77,16 @@ inline py::object python_types() {
       .def_readonly("new_metas", &Session::new_metas)
       .def("define_meta", &Session::define_meta)
       .def("meta", &Session::meta)
-      .def("publish", &Session::publish)
-      .def("view", &Session::view)
-      .def("take", &Session::take)
-      .def("take_written", &Session::take_written)
-      .def("content", &Session::content)
-      .def("set_content", &Session::set_content)
+      .def("track", [](const std::shared_ptr<Session>& self, uintptr_t address, int64_t id, int64_t bytes) {
+             self->track(reinterpret_cast<c10::StorageImpl*>(address), id, bytes);
+             return Entry(self, address, id);
+           })
+      .def("adopt", &adopted)
       .def_static("content_hash", [](uintptr_t address, size_t bytes) {
              return ContentHash::of(reinterpret_cast<const void*>(address), bytes);
            })
       .def_static("allocated", &allocated_by_torch)
+      .def_property_readonly_static("watches", [](const py::object&) { return true; })
       .def("unadopted", &Session::unadopted)
       .def("overlapping", &Session::overlapping)
       .def("drains", &Session::drains_now)
@@ -72,7 +106,6 @@ inline py::object python_types() {
       .def("being_written", &Session::being_written)
       .def("set_context", &Session::set_context)
       .def("watch_streams", [](Session& self, const at::Device& device) { self.streams.watch(device); })
-      .def("forget_marked", &Session::forget_marked)
       .def("cover", [](Session& self, uintptr_t enter, uintptr_t leave) {
              self.enter = reinterpret_cast<void (*)()>(enter);
              self.leave = reinterpret_cast<void (*)()>(leave);

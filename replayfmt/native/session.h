@@ -1,7 +1,8 @@
 // What a capture knows natively: rows on their way to the writer, storages, metadata and signatures.
 //
-// Python's complete path is the reference: it gives ids, and tells this what it found out (`publish`, `define_meta`, the
-// signature of a call). What comes here again is recorded without it. Storages that an op returns are born here; Python
+// Python's complete path is the reference: it gives ids to what it meets, and tells this what it found out (`define_meta`, the
+// signature of a call). What comes here again is recorded without it. Which views a storage has, and which of them were
+// written, is known here alone, whoever used them: Python asks (`Entry`). Storages that an op returns are born here; Python
 // adopts them when it meets them. All of it is guarded by one mutex, which is never held while the interpreter's lock is
 // waited for.
 
@@ -24,6 +25,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <vector>
 
@@ -67,7 +69,7 @@ class Views {
     const auto* found = std::find_if(begin(), end(), [&](const View& view) { return view.offset == offset && looks == view.meta->first; });
     return found == end() ? 0 : found->tensor;
   }
-  // The view that a tensor is; none where Python has told of no such view.
+  // The view that a tensor is, if it is one.
   const View* of(int64_t tensor) const {
     const auto* found =
         in_order_ ? std::lower_bound(begin(), end(), tensor, [](const View& view, int64_t id) { return view.tensor < id; })
@@ -110,17 +112,18 @@ struct Beside {
   uint64_t hash;
 };
 
-// A storage that needs no care: its bytes come from recorded ops or from an import, and all that can happen to it is to
+// A storage. Unless it is careful, its bytes come from recorded ops or from an import, and all that can happen to it is to
 // be read, written and viewed. Or to be written by others, if it is watched.
 struct Storage {
-  Storage(c10::weak_intrusive_ptr<c10::StorageImpl> of, int64_t number, int64_t length, bool is_adopted, bool viewable)
-      : impl(std::move(of)), id(number), bytes(length), adopted(is_adopted), new_views(viewable) {}
+  Storage(c10::weak_intrusive_ptr<c10::StorageImpl> of, int64_t number, int64_t length, bool is_tracked)
+      : impl(std::move(of)), id(number), bytes(length), adopted(is_tracked), careful(is_tracked) {}
 
   c10::weak_intrusive_ptr<c10::StorageImpl> impl;
   int64_t id;
   int64_t bytes;
   bool adopted;            // Python has a tracker of it, which tells its death
-  bool new_views;          // it may be seen in other ways than so far
+  bool careful;            // Python looks after each use
+  bool new_views = true;   // it may be seen in other ways than so far
   bool unwritten = false;  // nothing was written to it: it may be filled, and nothing else
   bool generated = false;  // generated code allocated it
   std::string sampled;     // of unwritten host memory: some of its bytes, as they were when it was handed out
@@ -136,28 +139,37 @@ struct Storage {
       content = hash_of(storage);
       content = beside && beside->now(storage) != beside->hash ? ~*content : *content;
     }
+    note_written(tensor);
+  }
+  void note_written(int64_t tensor) {
     if (std::find(written_.end() - std::min<ptrdiff_t>(std::ssize(written_), 4), written_.end(), tensor) != written_.end()) {
       return;
     }
     if (written_.size() >= enough_written_) {
-      std::sort(written_.begin(), written_.end());
-      written_.erase(std::unique(written_.begin(), written_.end()), written_.end());
+      sort_written();
       enough_written_ = std::max<size_t>(64, 2 * written_.size());
     }
     written_.push_back(tensor);
   }
-  // Tensor id, meta id and offset of each view that was written since the last time.
-  std::vector<std::array<int64_t, 3>> take_written() {
-    std::vector<std::array<int64_t, 3>> taken;
-    for (const int64_t tensor : std::exchange(written_, {})) {
+  // Tensor id, meta id and offset of each view that was written since `clear_written`.
+  std::vector<std::array<int64_t, 3>> written() {
+    sort_written();
+    std::vector<std::array<int64_t, 3>> found;
+    for (const int64_t tensor : written_) {
       if (const View* view = views.of(tensor)) {
-        taken.push_back({tensor, view->meta->second.id, view->offset});
+        found.push_back({tensor, view->meta->second.id, view->offset});
       }
     }
-    return taken;
+    return found;
   }
+  void clear_written() { written_.clear(); }
 
  private:
+  void sort_written() {
+    std::sort(written_.begin(), written_.end());
+    written_.erase(std::unique(written_.begin(), written_.end()), written_.end());
+  }
+
   std::vector<int64_t> written_;  // tensors; some several times
   size_t enough_written_ = 64;  // with so many, each is kept once
 };
@@ -287,13 +299,29 @@ class Session {
     const auto* meta = meta_of(looks);
     return meta ? storage.views.find(meta, offset) : 0;
   }
-  Storage& add(c10::StorageImpl* impl, int64_t id, int64_t bytes, bool adopted, bool new_views) {
+  // The storage that Python knows by this address and id. Its memory may be another storage's by now: ids tell them apart.
+  Storage* storage_of(const c10::StorageImpl* impl, int64_t id) const {
+    Storage* found = storages.find(impl);
+    return found && found->id == id ? found : nullptr;
+  }
+  // `tracked`: Python met it first, and has a tracker of it.
+  Storage& add(c10::StorageImpl* impl, int64_t id, int64_t bytes, bool tracked) {
     born++;
-    if (!adopted) {
+    if (!tracked) {
       young_.push_back(impl);
     }
-    return storages.add(impl, weak(impl), id, bytes, adopted, new_views);
+    return storages.add(impl, weak(impl), id, bytes, tracked);
   }
+  int64_t add_view(int64_t storage, const View& place, Views* views) {
+    const int64_t tensor = next_tensor.next();
+    const int64_t definition[] = {tensor, storage, place.offset, place.meta->second.id};
+    definitions.add(definition);
+    if (views) {
+      views->add({place.meta, place.offset, tensor});
+    }
+    return tensor;
+  }
+  const Metas::value_type* meta_numbered(int64_t id) const { return metas_by_id.at(id); }
 
   // The record of an op that ran in the calling thread comes next. How many rows that takes. With the mutex held.
   size_t follow_grad_mode(int64_t context, int64_t since_start_ns) {
@@ -423,78 +451,31 @@ class Session {
     return writes.addresses();
   }
 
-  // Python used a view of a storage. Whether the storage was not known here: then Python tells its other views as well.
-  bool publish(uintptr_t address, int64_t id, int64_t bytes, bool new_views, std::optional<uint64_t> content, int64_t meta,
-               int64_t offset, int64_t tensor) {
-    auto* impl = reinterpret_cast<c10::StorageImpl*>(address);
+  // Python has a tracker of a storage now, and looks after each use until it says otherwise.
+  void track(c10::StorageImpl* impl, int64_t id, int64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex);
-    Storage* known = storage_of(impl);
-    if (known && known->id != id) {
-      return false;  // another storage, in the memory of one that died
-    }
-    careful_.erase(impl);
-    Storage& storage = known ? *known : add(impl, id, bytes, true, new_views);
-    storage.bytes = bytes;
-    storage.new_views = new_views;
-    storage.content = content;
-    if (const auto* looks = meta_numbered(meta); looks && !storage.views.find(looks, offset)) {
-      storage.views.add({looks, offset, tensor});
-    }
-    return !known;
+    marked_.erase(impl);
+    storages.erase(impl);  // it may have been another one to Python
+    add(impl, id, bytes, true);
   }
-
-  int64_t view(uintptr_t address, int64_t id, int64_t meta, int64_t offset) {
+  struct Adopted {
+    int64_t id, bytes;
+    bool unwritten, generated;
+    std::string sampled;
+  };
+  // Python has a tracker of a storage that was born here from now on, and looks after each use where nothing was written to
+  // it. None where it is not known.
+  std::optional<Adopted> adopt(c10::StorageImpl* impl) {
     std::lock_guard<std::mutex> lock(mutex);
-    const Storage* found = find(address, id);
-    return found ? found->views.find(meta_numbered(meta), offset) : 0;
-  }
-
-  // Id, bytes, views and written views of a storage, its sample if nothing was written to it (else None), and whether
-  // generated code allocated it; Python has a tracker of it from now on. None where it is not known. `id`: 0 where
-  // Python does not know it. `forget`: it is not known here any more, as where nothing was written to it, because Python
-  // looks after it then.
-  py::object take(uintptr_t address, int64_t id, bool forget) {
-    std::optional<Storage> taken;  // a copy: making objects of Python may run anything
-    std::vector<std::array<int64_t, 3>> written;
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      Storage* found = find(address, id);
-      if (!found) {
-        return py::none();
-      }
-      found->adopted = true;
-      taken = *found;
-      written = found->take_written();
-      if (forget || taken->unwritten) {
-        storages.erase(reinterpret_cast<const void*>(address));
-      }
+    Storage* found = storage_of(impl);
+    if (!found) {
+      return std::nullopt;
     }
-    py::list views;
-    for (const View& view : taken->views) {
-      views.append(py::make_tuple(view.meta->second.id, view.offset, view.tensor));
-    }
-    const py::object sampled = taken->unwritten ? py::object(py::bytes(taken->sampled)) : py::none();
-    return py::make_tuple(taken->id, taken->bytes, views, written, sampled, taken->generated);
-  }
-
-  // What a watched storage's content is known to be; none where it is not known here, or not watched.
-  std::optional<uint64_t> content(uintptr_t address, int64_t id) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const Storage* found = find(address, id);
-    return found ? found->content : std::nullopt;
-  }
-  void set_content(uintptr_t address, int64_t id, uint64_t content) {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (Storage* found = find(address, id); found && found->content) {
-      found->content = content;
-    }
-  }
-
-  // Tensor id, meta id and offset of each view of a storage that was written since the last time.
-  std::vector<std::array<int64_t, 3>> take_written(uintptr_t address, int64_t id) {
-    std::lock_guard<std::mutex> lock(mutex);
-    Storage* found = find(address, id);
-    return found ? found->take_written() : std::vector<std::array<int64_t, 3>>();
+    marked_.erase(impl);
+    found->adopted = true;
+    found->careful = found->careful || found->unwritten;
+    return Adopted{found->id, found->bytes, std::exchange(found->unwritten, false), found->generated,
+                   std::exchange(found->sampled, {})};
   }
 
   // The storages that were born here and are alive, as far as Python has no tracker of them.
@@ -572,18 +553,6 @@ class Session {
     return ids;
   }
 
-  // Python was told of a storage, and has not published it since: it looks after each use. With the mutex held.
-  void note_careful(c10::StorageImpl* impl) {
-    if (careful_.size() >= enough_careful_) {
-      std::erase_if(careful_, [](const auto& each) { return each.second.expired(); });
-      enough_careful_ = std::max<size_t>(64, 2 * careful_.size());
-    }
-    careful_.emplace(impl, weak(impl));
-  }
-  bool is_careful(const c10::StorageImpl* impl) const {
-    return !careful_.empty() && careful_.count(impl) != 0;
-  }
-
   // Python knows that a storage may have been written unseen, until it says otherwise.
   void note_marked(c10::StorageImpl* impl) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -593,9 +562,9 @@ class Session {
     std::lock_guard<std::mutex> lock(mutex);
     return marked_.count(impl) != 0;
   }
-  void forget_marked(uintptr_t address) {
+  void forget_marked(c10::StorageImpl* impl) {
     std::lock_guard<std::mutex> lock(mutex);
-    marked_.erase(reinterpret_cast<c10::StorageImpl*>(address));
+    marked_.erase(impl);
   }
 
   void clear() {
@@ -611,13 +580,11 @@ class Session {
     metas_by_id.assign(1, nullptr);
     kinds_.clear();
     marked_.clear();
-    careful_.clear();
   }
 
  private:
   using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
-  std::unordered_map<const c10::StorageImpl*, WeakStorage> marked_, careful_;
-  size_t enough_careful_ = 64;  // with so many, the dead ones are looked for
+  std::unordered_map<const c10::StorageImpl*, WeakStorage> marked_;
   using Alive = std::vector<c10::intrusive_ptr<c10::StorageImpl>>;
   std::vector<const void*> young_;  // addresses of the storages that were born here, and of some that are gone
   HostRanges ranges_;               // where those lie that were there at the last look,
@@ -653,15 +620,91 @@ class Session {
     }
     return made;
   }
-  // None where metadata with this id is not known here.
-  const Metas::value_type* meta_numbered(int64_t id) const {
-    return static_cast<size_t>(id) < metas_by_id.size() ? metas_by_id[id] : nullptr;
+};
+
+// What a capture knows of one storage, for Python's tracker of it: recording/stream/session.py has the same in Python. Where
+// the storage is not known any more it has no views, and new ones are not remembered.
+class Entry {
+ public:
+  Entry(std::shared_ptr<Session> session, uintptr_t address, int64_t id)
+      : session_(std::move(session)), impl_(reinterpret_cast<c10::StorageImpl*>(address)), id_(id) {}
+
+  // The tensor that a view is; 0 where it is none yet.
+  int64_t find(int64_t meta, int64_t offset) const {
+    return with([&](Storage& known) { return known.views.find(session_->meta_numbered(meta), offset); });
   }
-  // The storage that a tracker of Python's is of. Its memory may be another storage's by now: ids tell them apart.
-  Storage* find(uintptr_t address, int64_t id) const {
-    Storage* found = storages.find(reinterpret_cast<const void*>(address));
-    return found && (id == 0 || found->id == id) ? found : nullptr;
+  // Likewise, but a new view becomes one.
+  int64_t view(int64_t meta, int64_t offset) const {
+    std::lock_guard<std::mutex> lock(session_->mutex);
+    Storage* known = session_->storage_of(impl_, id_);
+    const View place{session_->meta_numbered(meta), offset, 0};
+    const int64_t tensor = known ? known->views.find(place.meta, offset) : 0;
+    return tensor ? tensor : session_->add_view(id_, place, known ? &known->views : nullptr);
   }
+  // Meta id, offset and tensor id of each view, the first one used first.
+  std::vector<std::array<int64_t, 3>> views() const {
+    return with([](Storage& known) {
+      std::vector<std::array<int64_t, 3>> found;
+      for (const View& view : known.views) {
+        found.push_back({view.meta->second.id, view.offset, view.tensor});
+      }
+      return found;
+    });
+  }
+  // Tensor id, meta id and offset of each view that recorded work wrote in place since `clear_written`.
+  std::vector<std::array<int64_t, 3>> written() const {
+    return with([](Storage& known) { return known.written(); });
+  }
+  void clear_written() const {
+    with([](Storage& known) { known.clear_written(); });
+  }
+  void note_written(int64_t tensor) const {
+    with([tensor](Storage& known) { known.note_written(tensor); });
+  }
+
+  // Calls may be recorded without Python that use it; or not: Python looks after each use.
+  void offer(int64_t bytes, bool new_views) const {
+    with([=](Storage& known) {
+      known.bytes = bytes;
+      known.new_views = new_views;
+      known.careful = false;
+    });
+  }
+  void withdraw() const {
+    with([](Storage& known) { known.careful = true; });
+  }
+  // Nothing of it is known any more.
+  void forget() const {
+    std::lock_guard<std::mutex> lock(session_->mutex);
+    if (session_->storage_of(impl_, id_)) {
+      session_->storages.erase(impl_);
+    }
+  }
+  // It was imported again: what was written unseen until then does not matter any more.
+  void forget_marked() const { session_->forget_marked(impl_); }
+
+  // The hash of its content when recorded work last wrote it, where it is watched.
+  std::optional<uint64_t> content() const {
+    return with([](Storage& known) { return known.content; });
+  }
+  void set_content(std::optional<uint64_t> content) const {
+    with([content](Storage& known) { known.content = content; });
+  }
+
+ private:
+  // Calls `use` with the storage, if it is known, with the mutex held.
+  template <typename Use>
+  std::invoke_result_t<Use, Storage&> with(const Use& use) const {
+    std::lock_guard<std::mutex> lock(session_->mutex);
+    if (Storage* known = session_->storage_of(impl_, id_)) {
+      return use(*known);
+    }
+    return std::invoke_result_t<Use, Storage&>();
+  }
+
+  std::shared_ptr<Session> session_;
+  c10::StorageImpl* impl_;
+  int64_t id_;
 };
 
 }  // namespace opreplay

@@ -37,9 +37,10 @@ from .special_values import Handles, Unpacked, is_wrapper
 from .storages.digesting import LISTED, Digests
 from .storages.identity import Storages
 from .storages.trackers import Tracker, Unwritten
-from .stream.buffer import RecordBuffer, packer
+from .stream.buffer import RecordBuffer
 from .stream.program_state import Generators, NumericState, drawn_from, unknown_generators
 from .stream.records import Records, TensorMetas, Unrepresentable
+from .stream.session import packer
 
 Places = np.ndarray | list[ByteRegion]  # by element, whether it is written; or parts of the view that are
 _ELEMENTS = 1 << 20  # of the first argument, at most, for a trial

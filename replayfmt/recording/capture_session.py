@@ -1,6 +1,6 @@
-"""All state of one capture in progress, the one lock around it, and the steering of the native fast path.
+"""All state of one capture in progress, the one lock around it, and the steering of the hot path.
 
-The fast path is the native session of a capture (native/session.h), which records calls without Python.
+The hot path is a session (stream/session.py) in C++, which records calls without Python.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from replayfmt.format.validation import counted, tell
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.native.building import NotAvailable, say_missing
 from replayfmt.native.hook import DispatchHook, dispatch_hook
-from replayfmt.native.watching import ThreadWatch, thread_watch
+from replayfmt.native.watching import thread_watch
 from replayfmt.pytorch.accelerators import followed_kind, synchronize
 from replayfmt.pytorch.environment import read_settings, session_fields
 from replayfmt.pytorch.operators import OpaqueResults
@@ -48,6 +48,7 @@ from .stream.device_streams import IN_UNSEEN_CAPTURE, Streams, stream_policies
 from .stream.program_state import Generators, NumericState
 from .stream.records import Records, RedactedWriter, TensorMetas, Unrepresentable, user_names
 from .stream.scopes import ImplicitScope, OpenScope, Scopes
+from .stream.session import Session
 from .undispatched import hook_policies
 
 
@@ -56,27 +57,18 @@ def allowed(options: CaptureOptions) -> bool:
     return not (options.audit or options.digests == "ops" or options.stop_op is not None)
 
 
-def connect_native(native: Any, numeric: NumericState, scopes: Scopes, watch: ThreadWatch) -> None:
-    """The session hears of the settings that the stream states, and of the scopes that threads are in."""
-    watch.tell_how_to_cover(native)
-    native.settle()
-    numeric.restating, numeric.restated = native.unsettle, native.settle
-    scopes.contexts.follow(native.set_context)
-
-
 @contextmanager
-def pause_fast_path(native: Any, goes_on: Callable[[], bool]) -> Iterator[None]:
+def pause_fast_path(session: Session, goes_on: Callable[[], bool]) -> Iterator[None]:
     """Other threads append no record meanwhile: their calls take the complete path, which waits for the recorder's lock
-    (the caller holds it). `goes_on`: whether recording does, afterwards. `native`: None where there is no session, or
-    no other thread."""
-    if native is None or not native.hot:
+    (the caller holds it). `goes_on`: whether recording does, afterwards."""
+    if not session.hot:
         yield
         return
     try:
-        native.hot = False
+        session.hot = False
         yield
     finally:
-        native.hot = goes_on()
+        session.hot = goes_on()
 
 
 _T = TypeVar("_T")
@@ -143,42 +135,42 @@ class CaptureSession:
             self.writer.discard()
             raise
 
-    def _prepare(self, session: CaptureInfo, redaction: Redaction | None) -> None:
+    def _prepare(self, info: CaptureInfo, redaction: Redaction | None) -> None:
         """Make what records into the file."""
         options, hook = self.options, self.hook
         if redaction is not None or not options.sources:
-            redaction_of_code = redaction or Redaction(session, user_names())
+            redaction_of_code = redaction or Redaction(info, user_names())
             self.writer.keeps = KeptAttachments(redaction_of_code, options.sources)
         self.started = time.perf_counter_ns()
         scalars = options.payload == "full"
-        native = None if hook is None else hook.session(self.started, options.chunk_records, scalars)
-        self.native = native
-        self.buffer = RecordBuffer(self.writer, options.chunk_records, self.lock, native)
+        session: Session = Session() if hook is None else hook.session(self.started, options.chunk_records, scalars)
+        self.session = session
+        self.buffer = RecordBuffer(self.writer, options.chunk_records, self.lock, session)
         self.threads: list[int] = []  # idents of other threads that record; empty while there is one thread
         self.scopes = Scopes(self.buffer, self.threads)
         self.records = Records(self.buffer, self.scopes.current, self.started)
         self.scopes.records = self.records
         followed = followed_kind()
-        self.streams = Streams(self.buffer, self.records, followed, native) if followed else None
+        self.streams = Streams(self.buffer, self.records, followed, session) if followed else None
         self._in_unseen_capture: Callable[[], bool] = self.streams.in_unseen_capture if self.streams else bool
         if self.streams is not None:
             self.scopes.placement = self.streams.placement
-        self.metas = TensorMetas(self.buffer, self.records, native)
+        self.metas = TensorMetas(self.records, session)
         files = FileBackedStorages(self.writer, options, redaction) if options.file_policy is not None else None
         self.contents = FirstContents(self.writer, options, files)
         handles = Handles()
         self.storages = Storages(
-            self.buffer, self.records, self.metas, self.contents, handles, audit=options.audit, native=native
+            self.buffer, self.records, self.metas, self.contents, handles, session, audit=options.audit
         )
         if self.streams is not None:
             self.storages.settle = self.wait_for_devices
-        self.storages.watches_natively = native is not None and self.streams is None  # else devices may write meanwhile
+        self.storages.watches_natively = session.watches and self.streams is None  # else devices may write meanwhile
         self.storages.readable = lambda: not (self.graph_captures or self._in_unseen_capture())
         self.storages.unexplained.expected = self._expects_unwritten
-        self.generators = Generators(self.buffer, self.records, states=self.contents.recorded, native=native)
-        self.numeric = NumericState(self.records, native)
-        if native is not None:
-            connect_native(native, self.numeric, self.scopes, self.thread_watch)
+        self.generators = Generators(self.buffer, self.records, session, states=self.contents.recorded)
+        self.numeric = NumericState(self.records, session)
+        self.thread_watch.tell_how_to_cover(session)
+        self.scopes.contexts.follow(session.set_context)
         self.digests = Digests(self.buffer, self.records, self.metas, self.storages)
         digests = self.digests if options.digests != "none" else None
         if digests is not None:
@@ -203,7 +195,7 @@ class CaptureSession:
         self.children: Callable[[], list[str]] = list  # sentences about child processes that worked
         self.look: Callable[[], None] = lambda: None  # finds threads that began unseen
         self.ask_to_leave: Callable[[], None] = lambda: None  # the calling thread drops the modes of finished captures
-        self.flushing = FlushTimes(native)
+        self.flushing = FlushTimes(session)
         self.on = False
         self.began = False  # it has been on
         self.joining = False  # threads are joining the capture: recording begins for all of them at once
@@ -237,8 +229,7 @@ class CaptureSession:
                 self.scopes.record_open()
                 self.on = self.began = True
                 self.records.begin()
-                if self.native is not None:
-                    self.native.hot = allowed(self.options) and not self.calls.some_replaced
+                self.session.hot = allowed(self.options) and not self.calls.some_replaced
 
     @_attempted
     def begins(self) -> bool:
@@ -290,7 +281,7 @@ class CaptureSession:
             )
         if self.options.digests == "live" and not self.graph_captures and not self._in_unseen_capture():
             writing = self.calls.being_written() | self.collectives.being_written()
-            self.digests.sweep(writing.union(self.native.being_written() if self.native else ()))
+            self.digests.sweep(writing.union(self.session.being_written()))
 
     def wait_for_devices(self) -> None:
         """What the recorder is about to read may be written by any stream. This wait is its own: it has no record."""
@@ -344,8 +335,7 @@ class CaptureSession:
         """Recording cannot continue."""
         with self.lock:
             self.on = False
-            if self.native is not None:
-                self.native.hot = False
+            self.session.hot = False
             self.finished = True
             self.scopes.recorded = False
             if self.failure is not None or self.closed:
@@ -529,13 +519,12 @@ class CaptureSession:
 
     def cool_down(self) -> None:
         """Every call takes the complete path from here on."""
-        if self.native is not None:
-            self.native.hot = False
+        self.session.hot = False
 
     @_attempted
     def flush_if_due(self) -> None:
         """Called after every op: record releases, and write a frame if one is full."""
-        if len(self.storages.dead) >= RELEASE_BATCH or (self.native is not None and self.native.drains()):
+        if len(self.storages.dead) >= RELEASE_BATCH or self.session.drains():
             with self.lock:
                 self.storages.drain(all_of_them=False)
         waiting = len(self.buffer.rows)
@@ -596,7 +585,7 @@ class CaptureSession:
         if not self.on:
             return
         if any(scope.user for scope in left):
-            with pause_fast_path(self.native if self.threads else None, lambda: self.on):
+            with pause_fast_path(self.session, lambda: self.on) if self.threads else nullcontext():
                 self.settle()
         if any(self.progress.is_stop(scope.name, scope.number) for scope in left):
             self.stop_scope_left = True

@@ -41,6 +41,7 @@ from .patches import HookHost
 from .storages.trackers import GENERATED
 from .stream.program_state import watched_indices
 from .stream.records import Unrepresentable
+from .stream.session import Session
 
 # Functions of a generated module that run no region.
 _ASIDE = frozenset({"get_args", "benchmark_compiled_module"})
@@ -288,8 +289,8 @@ class InductorCode(CodeKernel):
         self._reads = tuple(reads)
         self.native: Any = None
 
-    def use_native(self, session: Any) -> None:
-        """Have calls that hold nothing new recorded without Python. `session`: a `Session` of native/session.h."""
+    def use_native(self, session: Session) -> None:
+        """Have calls that hold nothing new recorded without Python, where that is possible."""
         if self.native is None:
             watches = watched_indices(self.name)
             self.native = session.generated_kernel(self.schema, list(self.writes), list(watches), list(self._reads))
@@ -547,10 +548,7 @@ class Regions:
                 leave_no_frames(error)
                 raise
 
-        native = self._recorder.native
-        if native is None:
-            return call
-        kernel.use_native(native)
+        kernel.use_native(self._recorder.session)
         caller: Function = kernel.native.caller(kernel, original, call)
         return caller
 
@@ -572,8 +570,7 @@ class Regions:
                 raise
             return result
 
-        native = self._recorder.native
-        return (None if native is None else native.allocator(kernel, original, allocate, kind, pinned)) or allocate
+        return self._recorder.session.allocator(kernel, original, allocate, kind, pinned) or allocate
 
 
 _DEVICES = {"_empty_strided_cuda": "cuda", "_empty_strided_xpu": "xpu"}

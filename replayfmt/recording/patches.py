@@ -30,8 +30,8 @@ class HookHost(Protocol):
     """What hooks need from the recorder (recorder.py)."""
 
     @property
-    def native(self) -> Any:
-        """What records without Python, a `Session` of native/session.h; None where nothing does."""
+    def session(self) -> Any:
+        """What the capture in progress knows: a `Session` of stream/session.py, which imports torch."""
         ...
 
     # What this thread is doing

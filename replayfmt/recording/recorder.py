@@ -50,6 +50,7 @@ from .program.threads import FLUSHING, Threads
 from .stream.device_streams import StreamTrace
 from .stream.records import Unrepresentable
 from .stream.scopes import ImplicitScope
+from .stream.session import Session
 from .undispatched import Hooks
 
 _PACKAGE = __name__.partition(".")[0]
@@ -596,9 +597,10 @@ class Recorder:
         return bool(self._tell(lambda core: core.outside.written(tensor)))
 
     @property
-    def native(self) -> Any:
-        """What records without Python, a `Session` of native/session.h; None where nothing does."""
-        return None if self._core is None else self._core.native
+    def session(self) -> Session:
+        """What the capture in progress knows."""
+        assert self._core is not None
+        return self._core.session
 
     def storage_written(self, storage: torch.UntypedStorage) -> None:
         """Something unseen wrote to a storage: its content is imported again at its next use."""

@@ -19,7 +19,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -49,7 +49,7 @@ _HIDING_NODES = (
 )
 
 
-_NOBODY = cast(HookHost, SimpleNamespace(native=None))  # for when the table is only read
+_NOBODY = cast(HookHost, None)  # for when the table is only read
 
 
 class Hooks:
@@ -189,11 +189,13 @@ def _region(
         return [(_storage(tensor), weakref.ref(tensor)) for tensor in tensors_of((args, kwargs))]
 
     def note(region: Any, signature: int, args: tuple[Any, ...]) -> None:
-        native, number = recorder.native, id(region)
-        if native is not None and type(region).__weakrefoffset__:
-            calling = native.noted_region(
+        if type(region).__weakrefoffset__:
+            calling = recorder.session.noted_region(
                 signature, _written_indices(region, args), functools.partial(_mark_all, recorder)
             )
+            if calling is None:
+                return
+            number = id(region)
             noted[number] = weakref.ref(region, lambda _: noted.pop(number, None)), calling
 
     def leave(given: _Given | None, results: Any) -> None:

@@ -75,6 +75,7 @@ class _ForeignStorage:
     """Stands for memory on an accelerator that another process or library gave."""
 
     device = torch.device("cuda", 0)
+    _cdata = 0
 
     def nbytes(self) -> int:
         return 64

@@ -29,12 +29,12 @@ from ..frames import is_interrupt, leave_no_own_frame
 from ..kernels import Action, CapturedKernel, tensors_in
 from ..patches import HookHost, Patch, Patched, PatchSet
 from ..special_values import plain_parts
-from ..storages.trackers import ATTRIBUTE, Tracker, Written, has_bytes
+from ..storages.trackers import ATTRIBUTE, Tracker, has_bytes
 from ..stream.program_state import address, drawn_from, generator_state
 from ..stream.records import Unrepresentable
 from .mode import RecordingMode
 
-_Written = tuple[torch.Tensor, Tracker | None, Written | None]
+_Written = tuple[torch.Tensor, Tracker | None, list[tuple[int, int, int]]]
 _UNSEEN = "the operator's kernel did its work where no recorded op did it: "
 
 
@@ -121,9 +121,9 @@ def _forget_writes(
     written = []
     for tensor in _written(operator, args, kwargs):
         tracker = core.storages.tracker_of(storage_of(tensor))
-        written.append((tensor, tracker, None if tracker is None else tracker.written_views()))
+        written.append((tensor, tracker, [] if tracker is None else tracker.entry.written()))
         if tracker is not None:
-            tracker.clear_written()
+            tracker.entry.clear_written()
     return written
 
 
@@ -155,13 +155,14 @@ def _name(operator: Any) -> str:
     return operator._qualified_op_name
 
 
-def _remember(tracker: Tracker | None, known: Written | None) -> bool:
-    """Merge the writes known before with those made since. Returns whether there were any since."""
+def _remember(tracker: Tracker | None, known: list[tuple[int, int, int]]) -> bool:
+    """Add the writes known before to those made since. Returns whether there were any since."""
     if tracker is None:
         return False
-    since = tracker.written_views()
-    tracker.written = since if known is None else known if since is None else known | since
-    return since is not None
+    since = tracker.entry.written()
+    for tensor, _meta, _offset in known:
+        tracker.entry.note_written(tensor)
+    return bool(since)
 
 
 def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -62,7 +62,7 @@ class NativeMode(ObservingMode):
         TorchDispatchMode.__init__(self)
         self.core = core
         self._hook = hook
-        self._hot_path: Any = core.native
+        self._session: Any = core.session
 
     # ----------------------------------------------------------------------------------------------- called by the hook
 
@@ -128,7 +128,7 @@ class NativeMode(ObservingMode):
         """Let other threads draw random numbers again."""
         if begun.drawing:
             begun.drawing = False
-            self._hot_path.release_draws()
+            self._session.release_draws()
             self.core.lock.release()
 
     def _after(self, begun: _Begun, result: Any, started: int, ended: int) -> int | None:
@@ -336,7 +336,7 @@ class NativeMode(ObservingMode):
             if draws:  # the order of draws is the order of records
                 core.lock.acquire()
                 begun.drawing = True
-                self._hot_path.reserve_draws()
+                self._session.reserve_draws()
             return self._begin(kernel, begun)
         except BaseException:
             if begun.drawing:

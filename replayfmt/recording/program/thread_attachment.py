@@ -455,7 +455,7 @@ class HookAttachment:
 
     def begin(self) -> None:
         self._patches.install()
-        self._hook.begin(self._native.functions(), self._core.native, self._core.thread_watch.shared())
+        self._hook.begin(self._native.functions(), self._core.session, self._core.thread_watch.shared())
         self._hook.include(True)
 
     def end(self) -> None:
@@ -484,8 +484,7 @@ class HookAttachment:
         self._hook.include(False)
 
     def forked(self) -> None:
-        if self._core.native is not None:
-            self._core.native.forked()
+        self._core.session.forked()
         self.end()
 
     def mode_now(self) -> RecordingMode | None:

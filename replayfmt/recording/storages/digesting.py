@@ -7,7 +7,6 @@ report: memory was written unseen, is shared with others, or a value in it was r
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import islice
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ..special_values import plain_parts
 from ..stream.buffer import RecordBuffer
 from ..stream.records import MetaParams, Records, TensorMetas
 from .identity import Storages
-from .trackers import EXPORTED, State, Tracker, owner_of
+from .trackers import EXPORTED, Tracker, owner_of
 
 _REPEATED_BYTES = 1 << 20  # a view that repeats its elements is digested as it is up to this size
 _VIEWS = 64  # written views of one storage that are digested one by one
@@ -55,9 +54,9 @@ class Digests:
                 continue
             state = tracker.state
             if state is not None and state.coverage is not None and not self._written_whole(tracker, state.coverage):
-                if tracker.written_views() and not state.opaque and state.outside is None:
+                if tracker.entry.written() and not state.opaque and state.outside is None:
                     self.written_ranges(tracker, storage)
-                tracker.clear_written()
+                tracker.entry.clear_written()
                 continue
             self.record(tracker, storage, self._written_views(number, tracker, storage).values())
         self._fresh_from = newest
@@ -66,31 +65,27 @@ class Digests:
         self, number: int, tracker: Tracker, storage: torch.UntypedStorage
     ) -> dict[int, tuple[int, int]]:
         """The views of one storage that a sweep digests."""
-        state = tracker.state
-        fresh = number >= self._fresh_from
-        first = {tensor: place for place, tensor in islice(tracker.views.items(), 1)}
-        if state is None and tracker.written_views() is None:
-            return first if fresh and not tracker.imports else {}
-        written = dict(sorted((tracker.written_views() or {}).items()))
-        tracker.clear_written()
-        if state is None:
-            state = State(tracker.size)
-        if state.opaque or state.outside is not None:
+        state, entry = tracker.state, tracker.entry
+        written = {tensor: (meta, offset) for tensor, meta, offset in entry.written()}
+        if written:
+            entry.clear_written()
+        if number >= self._fresh_from and not tracker.imports and (state is None or state.coverage is None):
+            written.update((tensor, (meta, offset)) for meta, offset, tensor in entry.views()[:1])
+        if not written or (state is not None and (state.opaque or state.outside is not None)):
             return {}
-        if fresh and not tracker.imports and state.coverage is None:
-            written.update(first)
+        length = tracker.size if state is None else state.length
         params = self._metas.params
         for tensor, (meta, offset) in written.items():
-            if params[meta].region(offset).dense() == (0, state.length):
+            if params[meta].region(offset).dense() == (0, length):
                 return {tensor: (meta, offset)}
         if len(written) <= _VIEWS:
             return written
-        return {-1: self._range(self._storages.dtype(tracker), 0, state.length, storage.device)}
+        return {-1: self._range(self._storages.dtype(tracker), 0, length, storage.device)}
 
     def _written_whole(self, tracker: Tracker, coverage: Coverage) -> bool:
         """Whether all that was written of a partly written storage are a few views, and each of them is written."""
-        written, params = tracker.written_views() or {}, self._metas.params
-        return len(written) <= _VIEWS and all(coverage.covers(params[m].region(o)) for m, o in written.values())
+        written, params = tracker.entry.written(), self._metas.params
+        return len(written) <= _VIEWS and all(coverage.covers(params[m].region(o)) for _, m, o in written)
 
     def written_ranges(self, tracker: Tracker, storage: torch.UntypedStorage, of: int = -1) -> None:
         """Digest what was written of a partly written storage, range by range."""
@@ -130,7 +125,7 @@ class Digests:
         if of >= 0 and storage.device.type == "cpu":
             self._storages.settle()
         found = [(self.of_view(tracker, storage, *view), view) for view in views]
-        if views and tracker.written_outside:  # before, or while the digests were computed
+        if views and self._storages.written_outside(tracker):  # before, or while the digests were computed
             return
         for (tensor, digest), (meta, offset) in found:
             params = self._metas.params[meta]
@@ -248,7 +243,9 @@ class Outside:
                 self._storages.unexplained.report(tracker, method)
             if self._digests is not None and tracker.reproducible(region):
                 number, digest = self._digests.of_view(tracker, storage, meta, offset)
-                digest = None if owner_of(tracker).written_outside else digest  # by another thread, meanwhile
+                digest = (
+                    None if self._storages.written_outside(owner_of(tracker)) else digest
+                )  # by another thread, meanwhile
             else:
                 number, digest = self._storages.view(tracker, meta, offset, params.item), None
             self._records.host_read(method, number, digest)

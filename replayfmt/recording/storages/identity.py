@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,21 +23,20 @@ from replayfmt.pytorch.tensors.memory import address_of, host_view
 
 from ..content.coverage import ByteRegion
 from ..content.first_content import UNREADABLE, FirstContent, FirstContents
-from ..content.storage_content import content_beside, is_synthesized, sample
+from ..content.storage_content import content_beside, content_number, is_synthesized, sample
 from ..special_values import Handles
-from ..stream.buffer import RecordBuffer, pack_definition, pack_storage
+from ..stream.buffer import RecordBuffer, pack_storage
 from ..stream.records import MetaParams, Records, TensorMetas, Unrepresentable
+from ..stream.session import Entry, Session, pack_definition
 from .trackers import (
     ATTRIBUTE,
     EXPORTED,
     GENERATED,
     HostMemory,
-    NativeTracker,
     State,
     Tracker,
     Unexplained,
     Unwritten,
-    adopted,
     has_bytes,
     owner_of,
 )
@@ -60,16 +58,12 @@ class Storages:
         metas: TensorMetas,
         contents: FirstContents,
         handles: Handles,
+        session: Session,
         *,
         audit: bool,
-        native: Any = None,
     ) -> None:
-        """`native`: the session of the hot path, if there is one."""
         self._buffer = buffer
-        self._native = native
-        self._kind: type[Tracker] = (
-            type("NativeTracker", (NativeTracker,), {"session": native, "__slots__": ()}) if native else Tracker
-        )
+        self._session = session
         self._records = records
         self._metas = metas
         self._contents = contents
@@ -89,24 +83,23 @@ class Storages:
         self.arrived: Callable[[Tracker, int, int], None] = lambda _tracker, _begin, _end: None
         self._copies: list[int] = []  # storages of the capture alone, not released yet
         self._aliases: dict[int, list[Tracker]] = {}  # by storage id: others on the same memory
-        self.watches_natively = native is not None  # whether the hot path may compare the content of watched storages
+        self.watches_natively = False  # whether the hot path may compare the content of watched storages
 
     # -------------------------------------------------------------------------------------------------------- identity
 
     def tracker_of(self, storage: torch.UntypedStorage) -> Tracker | None:
-        tracker = getattr(storage, ATTRIBUTE, None)
-        return self._adopt(storage) if tracker is None and self._native is not None else tracker
+        tracker: Tracker | None = getattr(storage, ATTRIBUTE, None)
+        return self._adopt(storage) if tracker is None else tracker
 
     def _adopt(self, storage: torch.UntypedStorage) -> Tracker | None:
         """The tracker of a storage that was created on the hot path."""
-        found = adopted(self._native, storage)
+        found = self._session.adopt(storage._cdata)
         if found is None:
             return None
-        number, length, views, written, sampled, generated = found
-        tracker = self.live[number] = self._track(storage, number, length)
+        entry, number, length, sampled, generated = found
+        tracker = self.live[number] = self._track(storage, entry, number, length)
+        tracker.offered = True
         self._memory.add(tracker)
-        assert isinstance(tracker, NativeTracker)
-        tracker.import_views(views, written)
         if generated:
             setattr(storage, GENERATED, True)
         if sampled is not None:
@@ -115,21 +108,17 @@ class Storages:
 
     def adopt_all(self) -> None:
         """Make sure that every live storage has a tracker."""
-        if self._native is not None:
-            for storage in self._native.unadopted():
-                self.tracker_of(storage)
+        for storage in self._session.unadopted():
+            self.tracker_of(storage)
 
-    def _track(self, storage: torch.UntypedStorage, number: int, length: int) -> Tracker:
-        tracker = self._kind(storage, self.dead.append)
-        if isinstance(tracker, NativeTracker):
-            tracker.address = storage._cdata
-            self._native.forget_marked(storage._cdata)
+    def _track(self, storage: torch.UntypedStorage, entry: Entry, number: int, length: int) -> Tracker:
+        tracker = Tracker(storage, self.dead.append)
+        tracker.entry = entry
+        tracker.offered = False
         tracker.id = number
         tracker.state = None
         tracker.size = length
-        tracker.views = {}
         tracker.imports = 0
-        tracker.written = None
         setattr(storage, ATTRIBUTE, tracker)
         return tracker
 
@@ -144,7 +133,8 @@ class Storages:
     ) -> Tracker:
         number = next(self._buffer.next_storage)
         self._buffer.new_storages.append(pack_storage(number, length, self._records.device(device), origin, payload))
-        tracker = self.live[number] = self._track(storage, number, length)
+        entry = self._session.track(storage._cdata, number, length)
+        tracker = self.live[number] = self._track(storage, entry, number, length)
         self._memory.add(tracker)
         if self._audit:
             self.watch(tracker)
@@ -161,23 +151,12 @@ class Storages:
                 shared = f"memory shared {state.delta} bytes into a storage, with elements of {item} bytes"
                 raise Unrepresentable("overlapping_storages", shared)
             return self.view(state.alias_of, meta, offset + state.delta // item, item)
-        number = self._view(tracker, state, meta, offset)
-        tracker.publish(meta, offset, number)
-        return number
-
-    def _view(self, tracker: Tracker, state: State | None, meta: int, offset: int) -> int:
-        number = tracker.views.get((meta, offset))
-        if number is None and self._native is not None:
-            number = self._native.view(tracker.address, tracker.id, meta, offset) or None  # type: ignore[attr-defined]
-            if number is not None:
-                tracker.views[meta, offset] = number
-        if number is not None:
-            return number
-        if state is not None and state.synthesized and not tracker.written_views():
+        entry = tracker.entry
+        if state is not None and state.synthesized and not entry.find(meta, offset) and not entry.written():
             self._reveal(tracker, state, self._metas.params[meta])
-        number = next(self._buffer.next_tensor)
-        self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
-        tracker.views[meta, offset] = number
+        number = entry.view(meta, offset)
+        if not tracker.offered:
+            tracker.offer()
         return number
 
     def _reveal(self, tracker: Tracker, state: State, params: MetaParams) -> None:
@@ -227,7 +206,7 @@ class Storages:
             shared = bool(overlapping)
             self._watch_all(overlapping)
         hashed = private and self.watches_natively and (external or exported)
-        before = self._native.content_hash(address_of(storage), length) if hashed else None
+        before = self._session.content_hash(address_of(storage), length) if hashed else None
         content = self._contents.first(storage, dtype, external and not private, private)
         if reason == "first_use" and content.found is not None and content.found.mapped is not None:
             reason = MAPPED_FILE  # aligned as in the file, which affects the last bits of some kernels
@@ -298,9 +277,8 @@ class Storages:
     def _overlapping(self, storage: torch.UntypedStorage, length: int) -> list[Tracker]:
         """Those that a storage shares memory with."""
         begin = address_of(storage)
-        if self._native is not None:
-            for born in self._native.overlapping(begin, begin + length):
-                self.tracker_of(born)
+        for born in self._session.overlapping(begin, begin + length):
+            self.tracker_of(born)
         return self._memory.overlapping(begin, begin + length)
 
     def _watch_all(self, others: list[Tracker]) -> None:
@@ -311,7 +289,7 @@ class Storages:
                 self.share(other, memory)
 
     def _alias(self, storage: torch.UntypedStorage, base: Tracker, delta: int, length: int) -> Tracker:
-        tracker = self._track(storage, base.id, -1)
+        tracker = self._track(storage, self._session.track(storage._cdata, base.id, length), base.id, -1)
         state = tracker.state = State(length)
         state.alias_of, state.delta = base, delta
         self._aliases.setdefault(base.id, []).append(tracker)
@@ -331,12 +309,12 @@ class Storages:
         state, storage = self.state(tracker), tracker()
         state.windowed |= windowed
         if not state.watched or tracker.size >= 0 or (state.private and storage is not None and storage.is_shared()):
-            if state.outside is None and tracker.written_outside:  # what it is known to hold is forgotten here
+            if state.outside is None and self.written_outside(tracker):  # what it is known to hold is forgotten here
                 state.outside = "outside_write"
             state.watched = True
             if self.watches_natively and storage is not None:
                 state.private = self._is_private(storage) if private is None else private
-                state.content = None  # a number of another kind
+                tracker.know_content(None)  # that was a number of another kind
             tracker.need_care()
 
     def share(self, tracker: Tracker, storage: torch.UntypedStorage, windowed: bool = True) -> None:
@@ -345,9 +323,24 @@ class Storages:
         if tracker.known_content() is None:  # else they may have written to it before
             self.synchronize(tracker, storage)
 
+    def content_now(self, tracker: Tracker, storage: torch.UntypedStorage) -> int:
+        """A number that identifies the content of a storage."""
+        state = tracker.state
+        if state is not None and state.private:
+            return self._session.content_hash(address_of(storage), storage.nbytes())
+        return content_number(storage, None if state is None else state.mapped)
+
+    def written_outside(self, tracker: Tracker) -> bool:
+        """Whether a storage is watched and its content differs from what the stream says."""
+        state, storage = tracker.state, tracker()
+        if state is None or storage is None or not state.watched or not storage.nbytes():
+            return False
+        known = tracker.known_content()
+        return known is not None and self.content_now(tracker, storage) != known
+
     def _is_private(self, storage: torch.UntypedStorage) -> bool:
         """See `State.private`."""
-        return self._native.allocated(storage._cdata) or self._contents.is_private(storage)
+        return self._session.allocated(storage._cdata) or self._contents.is_private(storage)
 
     def mark_written_outside(self, tracker: Tracker, reason: str = "outside_write") -> None:
         """Its content is imported again at its next use."""
@@ -370,13 +363,13 @@ class Storages:
             self._untrack(storage, tracker)
 
     def _untrack(self, storage: torch.UntypedStorage, tracker: Tracker) -> None:
-        tracker.need_care()  # the hot path forgets it, too
+        tracker.entry.forget()
         delattr(storage, ATTRIBUTE)
         self.live.pop(tracker.id, None)
 
     def _define_again(self, tracker: Tracker) -> None:
         """Record its tensors' definitions again: they may have been lost with the row that was to hold them."""
-        for (meta, offset), number in tracker.views.items():
+        for meta, offset, number in tracker.entry.views():
             self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
 
     def use(
@@ -407,7 +400,7 @@ class Storages:
         if reads and not partly and unwritten is not Unwritten.passed_on:
             self.unexplained.report(tracker, op)
         if state.watched and length:
-            content, known = tracker.content_now(storage), tracker.known_content()
+            content, known = self.content_now(tracker, storage), tracker.known_content()
             if known is not None and content != known:
                 self._enter_again(tracker, state, storage, "outside_write")
             else:
@@ -541,14 +534,13 @@ class Storages:
         version = tracker.imports if unwritten else max(tracker.imports, 1)
         tracker.imports = version + 1
         comparable = state.watched and state.mapped is None and storage.nbytes()
-        before = tracker.content_now(storage) if comparable else None
+        before = self.content_now(tracker, storage) if comparable else None
         content = self._contents.again(storage, self.dtype(tracker) if dtype is None else dtype)
         self._records.storage_import(tracker.id, content, version, reason)
         self._note_content(tracker, content)
         state.outside = state.unexplained = None
         state.arbitrary = reason in _AS_IT_IS
-        if self._native is not None:
-            self._native.forget_marked(storage._cdata)
+        tracker.entry.forget_marked()
         state.coverage = None
         self.synchronize(tracker, storage, before)
         tracker.settle()
@@ -556,7 +548,7 @@ class Storages:
     def dtype(self, tracker: Tracker) -> torch.dtype | None:
         """The dtype that a storage is used as: integers if any of its views is, bytes only if all are. None: it has no
         views."""
-        dtypes = [self._metas.params[meta].dtype for meta, _ in tracker.views]
+        dtypes = [self._metas.params[meta].dtype for meta, _, _ in tracker.entry.views()]
         dtypes = [dtype for dtype in dtypes if dtype is not torch.uint8] or dtypes
         return next((dtype for dtype in dtypes if not is_synthesized(dtype)), dtypes[0] if dtypes else None)
 
@@ -572,8 +564,8 @@ class Storages:
                 state.coverage.write(ByteRegion(0, (before,), (1,), 1))
         elif length == 0:
             state.coverage = None
-            tracker.clear_written()
-        state.content = None
+            tracker.entry.clear_written()
+        tracker.know_content(None)
         tracker.settle()
 
     # ---------------------------------------------------------------------------------------------------------- writes
@@ -587,7 +579,7 @@ class Storages:
         state.begin_coverage(state.length, b"")
         assert state.coverage is not None
         state.coverage.touched, state.coverage.exact = touched, False
-        tracker.clear_written()
+        tracker.entry.clear_written()
         tracker.need_care()
         self.synchronize(tracker, storage)
 
@@ -630,7 +622,7 @@ class Storages:
         length = storage.nbytes()
         if length != state.length:
             self.resized(tracker, length, sample(storage))  # the op itself resized it, as it will on replay
-        tracker.note_written(tensor, meta, offset)
+        tracker.entry.note_written(tensor)
         if state.coverage is not None:
             region = self._metas.params[meta].region(offset)
             if everything:
@@ -642,7 +634,7 @@ class Storages:
             if state.coverage.complete:
                 state.coverage = None
                 tracker.settle()
-                tracker.publish(meta, offset, tensor)
+                tracker.offer()
         if everything and state.unexplained is not None:
             self.unexplained.wrote(tracker, self._metas.params[meta].region(offset))
         self.synchronize(tracker, storage)
@@ -652,12 +644,12 @@ class Storages:
         as it is now), so that what others write meanwhile shows at the next use."""
         state = tracker.state
         if state is not None and state.watched:
-            if state.mapped is not None and state.mapped.mapping.shared and tracker.written_views():
+            if state.mapped is not None and state.mapped.mapping.shared and tracker.entry.written():
                 state.mapped = None  # the file has the written bytes, so the memory itself must be read from now on
             if storage.device.type == "cpu":
                 self.settle()
             if content is None and storage.nbytes():
-                content = tracker.content_now(storage)
+                content = self.content_now(tracker, storage)
             tracker.know_content(content)
 
     # ---------------------------------------------------------------------------------------------------------- deaths
@@ -667,8 +659,8 @@ class Storages:
         for them, or if `all_of_them` are to be recorded."""
         dead = [self.dead.popleft() for _ in range(len(self.dead))]
         ids = [tracker.id for tracker in dead if tracker.state is None or self._forget(tracker)]
-        if self._native is not None and (all_of_them or self._native.drains()):
-            ids += self._native.dead()
+        if all_of_them or self._session.drains():
+            ids += self._session.dead()
         for number in ids:
             self.live.pop(number, None)
             self._memory.forget(number)
@@ -676,8 +668,7 @@ class Storages:
         self._copies.clear()
         if ids:
             self._records.storage_releases(ids)
-            if self._native is not None:
-                self._native.release_head = self._records.release_head()  # from now on the hot path tells its own
+            self._session.release_head = self._records.release_head()  # from now on the hot path tells its own
 
     def _forget(self, tracker: Tracker) -> bool:
         """A storage that needed care, or an alias, died. Returns whether its id ends with it."""
@@ -701,5 +692,4 @@ class Storages:
                     delattr(shared, ATTRIBUTE)
         self.live.clear()
         self.dead.clear()
-        if self._native is not None:
-            self._native.clear()
+        self._session.clear()

@@ -1,7 +1,7 @@
 """What the capture keeps about one storage of the program, and what it concludes from that.
 
-`Tracker` is a weak reference to a storage; `NativeTracker` is one of a storage that the native fast path also knows
-(native/session.h). `HostMemory` finds storages on the same bytes of host memory without checking them all.
+`Tracker` is a weak reference to a storage. Its views, and which of them were written, are the session's
+(stream/session.py). `HostMemory` finds storages on the same bytes of host memory without checking them all.
 
 `Unexplained` reports values from memory that was never written, as far as the capture knows. If memory from
 `torch.empty` is read before a captured op wrote it, then either something unseen wrote it, or its content is
@@ -18,7 +18,7 @@ import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -26,9 +26,10 @@ from replayfmt.pytorch.tensors.memory import address_of
 
 from ..content.coverage import ByteRegion, Coverage
 from ..content.file_mappings import MappedRange
-from ..content.storage_content import content_number, sample, sampled_places
+from ..content.storage_content import sample, sampled_places
 from ..kernels import CapturedKernel
 from ..stream.records import Records
+from ..stream.session import Entry
 
 ATTRIBUTE = "_opreplay"
 GENERATED = "_opreplay_generated"  # an attribute of storages that generated code allocated
@@ -72,7 +73,7 @@ class State:
         self.sampled = b""  # some of its bytes, as they were when nothing had written it; none: not known
         self.watched = False  # compared with `content` at each use
         self.windowed = False  # the program has a window on it (an array, a capsule), through which it may write
-        self.content: int | None = None  # what to compare with, as of the last captured write or import
+        self.content: int | None = None  # what to compare with (`Tracker.known_content`)
         self.mapped: MappedRange | None = None  # mapped from a file: unchanged pages are not read to compare
         self.arbitrary = False  # its content entered as what nothing had written: in it an address has no meaning
         self.synthesized = False  # a recipe replaces its content
@@ -100,7 +101,7 @@ class State:
     @property
     def only_watched(self) -> bool:
         """Whether all that its uses need is a comparison with its known content."""
-        return self.watched and self.content is not None and self.mapped is None and not self.needs_care
+        return self.watched and self.mapped is None and not self.needs_care
 
     def begin_coverage(self, length: int, sampled: bytes) -> None:
         """Nothing has been written to it, or to what was added to it. `sampled`: as it was then."""
@@ -122,44 +123,36 @@ class State:
         )
 
 
-Written = dict[int, tuple[int, int]]  # by tensor id: meta id and offset
-
-
 class Tracker(weakref.ref):
     """One storage of the program. Calling it returns the storage, or None once it has died."""
 
-    __slots__ = ("id", "imports", "size", "state", "views", "written")
+    __slots__ = ("entry", "id", "imports", "offered", "size", "state")
 
     id: int  # storage id
+    entry: Entry  # what the session knows of it
+    offered: bool  # whether the hot path may take it as it is now
     size: int  # bytes; -1: look at `state` before each use
-    views: dict[tuple[int, int], int]  # tensor id of each (meta id, offset), the first one used first
     state: State | None
     imports: int  # how often its content was imported
-    written: Written | None  # the views written in place since the last digest; see `written_views`
 
     def need_care(self) -> None:
-        """Look at `state` before each use. (The native fast path forgets it until it is published again.)"""
+        """Look at `state` before each use. (The hot path leaves it alone until it is offered again.)"""
         self.size = -1
+        self.offered = False
+        self.entry.withdraw()
 
-    def written_views(self) -> Written | None:
-        """The views written in place since the last digest, on whichever path."""
-        return self.written
-
-    def clear_written(self) -> None:
-        """Those before do not matter any more."""
-        self.written = None
-
-    def note_written(self, tensor: int, meta: int, offset: int) -> None:
-        """A captured op wrote to a view."""
-        if self.written is None:
-            self.written = {}
-        self.written[tensor] = meta, offset
-
-    def publish(self, meta: int, offset: int, tensor: int) -> None:
-        """A view of it was used. (For NativeTracker.)"""
+    def offer(self) -> None:
+        """Let the hot path take it, unless it needs care there, too."""
+        state, size = self.state, self.size
+        if state is not None and state.private and state.only_watched and self.known_content() is not None:
+            size = state.length
+        if size >= 0 and (state is None or state.alias_of is None):
+            self.entry.offer(size, state is None or not state.synthesized)
+            self.offered = True
 
     def settle(self) -> None:
         """Make uses cheap again if there is nothing left to check."""
+        self.offered = False
         state = self.state
         if state is None:
             return
@@ -168,32 +161,23 @@ class Tracker(weakref.ref):
         else:
             self.size = state.length
 
-    def content_now(self, storage: torch.UntypedStorage) -> int:
-        """A number that identifies its content."""
-        return content_number(storage, None if self.state is None else self.state.mapped)
-
     def known_content(self) -> int | None:
-        """That number, as of the last captured write or import, if it is watched."""
-        return None if self.state is None else self.state.content
+        """A number that identifies its content as of the last captured write or import, if it is watched
+        (`Storages.content_now`)."""
+        state = self.state
+        return None if state is None else self.entry.content if state.private else state.content
 
     def know_content(self, content: int | None) -> None:
         """A captured write, or an import, has left it with this content."""
-        if self.state is not None:
+        if self.state is not None and self.state.private:
+            self.entry.content = content
+        elif self.state is not None:
             self.state.content = content
 
     @property
     def alias(self) -> bool:
         """Whether it shares the memory of another storage, and is recorded as that one."""
         return self.state is not None and self.state.alias_of is not None
-
-    @property
-    def written_outside(self) -> bool:
-        """Whether it is watched and its content differs from what the stream says."""
-        state, storage = self.state, self()
-        if state is None or storage is None or not state.watched or not storage.nbytes():
-            return False
-        known = self.known_content()
-        return known is not None and self.content_now(storage) != known
 
     def reproducible(self, region: ByteRegion) -> bool:
         """Whether a replay can have the same bytes in a region: they were written, and are not opaque."""
@@ -213,73 +197,6 @@ def has_bytes(storage: torch.UntypedStorage, length: int, device: torch.device) 
         return address_of(storage) != 0
     except RuntimeError:  # torch refuses the address of a ZeroTensor's storage
         return False
-
-
-class NativeTracker(Tracker):
-    """A tracker in a capture with a hot path. `address` is the storage's address there."""
-
-    __slots__ = ("address",)
-
-    session: ClassVar[Any]  # the capture's; each capture has its own subclass
-    address: int
-
-    def need_care(self) -> None:
-        super().need_care()
-        self.known_content()
-        found = self.session.take(self.address, self.id, True)
-        if found is not None:
-            self.import_views(found[2], found[3])
-
-    def written_views(self) -> Written | None:
-        self.import_views([], self.session.take_written(self.address, self.id))
-        return self.written
-
-    def clear_written(self) -> None:
-        self.session.take_written(self.address, self.id)
-        self.written = None
-
-    def import_views(self, views: list[tuple[int, int, int]], written: list[tuple[int, int, int]]) -> None:
-        """Add the views and writes that the native fast path saw."""
-        for meta, offset, tensor in views:
-            self.views.setdefault((meta, offset), tensor)
-        for tensor, meta, offset in written:
-            self.note_written(tensor, meta, offset)
-
-    def publish(self, meta: int, offset: int, tensor: int) -> None:
-        """A view of it was used on the complete path: the hot path knows it from now on."""
-        state, size, content = self.state, self.size, None
-        storage = self()  # alive meanwhile
-        if state is not None and state.private and state.only_watched:
-            size, content = state.length, self.known_content()
-        if storage is not None and size >= 0 and (state is None or state.alias_of is None):
-            new_views = state is None or not state.synthesized
-            of = self.address, self.id, size, new_views, content
-            if self.session.publish(*of, meta, offset, tensor):
-                for (other_meta, other_offset), number in self.views.items():
-                    self.session.publish(*of, other_meta, other_offset, number)
-
-    def content_now(self, storage: torch.UntypedStorage) -> int:
-        if self.state is None or not self.state.private:
-            return super().content_now(storage)
-        return int(self.session.content_hash(address_of(storage), storage.nbytes()))
-
-    def known_content(self) -> int | None:
-        if self.state is not None and self.state.private:
-            known = self.session.content(self.address, self.id)
-            self.state.content = self.state.content if known is None else known
-        return super().known_content()
-
-    def know_content(self, content: int | None) -> None:
-        super().know_content(content)
-        if content is not None and self.state is not None and self.state.private:
-            self.session.set_content(self.address, self.id, content)
-
-
-def adopted(session: Any, storage: torch.UntypedStorage) -> tuple[int, int, Any, Any, bytes | None, bool] | None:
-    """Id, bytes, views and writes of a storage that was created on the hot path, a sample of its memory as it was then
-    if nothing was written to it since, and whether generated code allocated it; None for any other."""
-    found: tuple[int, int, Any, Any, bytes | None, bool] | None = session.take(storage._cdata, 0, False)
-    return found
 
 
 _FEWEST = 1024  # storages that may wait for a look, dead or alive

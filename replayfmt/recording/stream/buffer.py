@@ -5,16 +5,9 @@ Waiting records are written by the recorder's own thread, or, where that one get
 
 from __future__ import annotations
 
-import functools
-import itertools
 import threading
-import time
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from queue import Empty, SimpleQueue
 from struct import Struct
-from typing import Any
 
 import numpy as np
 
@@ -22,57 +15,27 @@ from replayfmt.format.codes import UNKNOWN_NS, Layout, StorageOrigin
 from replayfmt.format.output import Uninterrupted
 from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
-from replayfmt.native.hook import wait_to_flush
 
-HEAD_WORDS = 4  # signature, context, start, duration
+from .session import FLAG_BITS, HEAD_WORDS, RowList, Session, now_ns
+
 RELEASES = 1 << 33
 _META_HEAD = 3  # words before the sizes in a row of metadata
-_FLAG_BITS = 48  # of its kind, see native/looks.h
 _FRAME_WORDS = 1 << 20  # a frame is also ended when this many words are waiting
 
 pack_storage = Struct("<5q").pack  # storage id, bytes, device id, origin, payload id
-pack_definition = Struct("<4q").pack  # tensor id, storage id, offset, meta id
-
-_packs: dict[tuple[int, int], Callable[..., bytes]] = {}
-
-
-def packer(words: int, floats: int) -> Callable[..., bytes]:
-    """Packs a row's head with `words` integers and `floats` doubles after it."""
-    pack = _packs.get((words, floats))
-    if pack is None:
-        pack = _packs[words, floats] = Struct(f"<{HEAD_WORDS + words}q{floats}d").pack
-    return pack
-
-
-class RowList(list[bytes]):
-    """Rows of one kind, waiting to be written."""
-
-    def first(self, count: int) -> tuple[bytes, bytes]:
-        """The words of the first rows, and where each row ends, in words: 64-bit integers."""
-        rows = self[:count]
-        ends = np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)) >> 3)
-        return b"".join(rows), ends.tobytes()
-
-    def drop(self, count: int) -> None:
-        del self[:count]
 
 
 class RecordBuffer:
     """Records on their way to the writer. `lock` guards the writer; whoever calls the writer holds it."""
 
-    def __init__(self, writer: CaptureWriter, chunk_records: int, lock: threading.RLock, native: Any = None) -> None:
-        """`native`: the session of the hot path, which then holds the rows."""
-        self._native = native
+    def __init__(self, writer: CaptureWriter, chunk_records: int, lock: threading.RLock, session: Session) -> None:
+        self._session = session
         self.writer = writer
         self.lock = lock
         self.chunk_records = chunk_records
-        self.rows = RowList() if native is None else native.rows
-        self.new_storages = RowList() if native is None else native.new_storages
-        self.definitions = RowList() if native is None else native.definitions
-        # Metadata that the session numbered: codes of dtype and device, kind, sizes, strides.
-        self.metas = RowList() if native is None else native.new_metas
-        self.next_storage: Iterator[int] = itertools.count(1) if native is None else native.next_storage
-        self.next_tensor: Iterator[int] = itertools.count(1) if native is None else native.next_tensor
+        self.rows, self.new_storages, self.definitions = session.rows, session.new_storages, session.definitions
+        self.metas = session.new_metas
+        self.next_storage, self.next_tensor = session.next_storage, session.next_tensor
         self.appended = 0  # records of the complete path: all records, if there is no other path
         self._first_storage = 1
         self._slots = tuple(array("q", [0]) for _ in range(3))  # by signature id: tensors, ints, floats
@@ -101,10 +64,7 @@ class RecordBuffer:
 
     def append_op(self, row: bytes) -> None:
         """Add the row of an op that ran in the calling thread. The caller holds the lock."""
-        if self._native is None:
-            self.append(row)
-        else:
-            self.appended += self._native.append_op(row)
+        self.appended += self._session.append_op(row)
 
     def append(self, row: bytes, records: int = 1) -> None:
         """Add a row of the complete path. The caller holds the lock."""
@@ -170,7 +130,7 @@ class RecordBuffer:
         return storages[np.argsort(storages[:, 0], kind="stable")]
 
     def _define_metas(self) -> None:
-        """Define the metadata that the hot path, or the complete path beside it, has numbered since the last time."""
+        """Define the metadata that was numbered since the last time."""
         words, ends = (np.frombuffer(part, np.int64) for part in self.metas.first(len(self.metas)))
         if len(ends):
             begins = np.concatenate(([0], ends[:-1]))
@@ -180,7 +140,7 @@ class RecordBuffer:
                 meta_dtype=words[begins],
                 meta_layout=np.full(len(ends), Layout.strided),
                 meta_device=words[begins + 1],
-                meta_flags=words[begins + 2] >> _FLAG_BITS,
+                meta_flags=words[begins + 2] >> FLAG_BITS,
                 meta_rank=rank,
                 meta_sizes=words[_spans(shape, rank)],
                 meta_strides=words[_spans(shape + rank, rank)],
@@ -269,46 +229,32 @@ def _fill_gaps(storages: np.ndarray, first: int, newest: int) -> tuple[np.ndarra
     return np.concatenate((filled, storages[storages[:, 0] > newest])), count
 
 
-# What a program puts in the place of time.perf_counter_ns may stand still.
-_now_ns = functools.partial(time.clock_gettime_ns, time.CLOCK_MONOTONIC)
 PERIOD_NS = 100_000_000  # the recorder's thread writes if nobody has for so long: what a killed process loses
 _DUE_NS = 80_000_000  # a thread that records does
 _SHARE = 20  # writing takes at most one part in so many of the time: with many live tensors it is done less often
 
 
 class FlushTimes:
-    """Those of one capture. `native`: its Session, or None."""
+    """Those of one capture."""
 
-    def __init__(self, native: Any) -> None:
-        self._native = native
-        # Putting anything here wakes the flusher. Not an Event: a signal handler that raises inside `set`, which is
-        # Python code, leaves its lock held forever.
-        self._wake: SimpleQueue[None] = SimpleQueue()
+    def __init__(self, session: Session) -> None:
+        self._flushing = session.flushing
         self.begin()
 
     def begin(self, took_ns: int = 0) -> None:
         """What waits is being written, or was, with so much work of the processor; the time to the next turn begins."""
-        now = _now_ns()
+        now = now_ns()
         self._due_ns = now + max(_DUE_NS, _SHARE * took_ns)
-        self._late_ns = now + max(PERIOD_NS, _SHARE * took_ns)
-        if self._native is not None:
-            self._native.flushing.expect(self._due_ns, self._late_ns)
+        self._flushing.expect(self._due_ns, now + max(PERIOD_NS, _SHARE * took_ns))
 
     def overdue(self) -> bool:
         """Whether a thread that records is to write what waits."""
-        return _now_ns() >= self._due_ns
+        return now_ns() >= self._due_ns
 
     def wake(self) -> None:
         """The recorder's thread is to write what waits."""
-        if self._native is not None:
-            self._native.flushing.wake()
-        elif self._wake.empty():
-            self._wake.put(None)
+        self._flushing.wake()
 
     def wait(self) -> None:
         """In the recorder's thread: wait until it is to write."""
-        if self._native is not None:
-            wait_to_flush(self._native)
-        else:
-            with suppress(Empty):
-                self._wake.get(timeout=max(0.001, (self._late_ns - _now_ns()) / 1e9))
+        self._flushing.wait()

@@ -32,6 +32,7 @@ from replayfmt.pytorch.accelerators import (
 from ..patches import HookHost, Patch, PatchSet, StandIn
 from .buffer import RecordBuffer
 from .records import Records
+from .session import Session
 
 _TYPES: tuple[type, ...] = (torch.Event, torch.Stream)
 _METHOD = "query"
@@ -145,12 +146,12 @@ class GraphBeingCaptured(Protocol):
 class Streams:
     """The streams and events of a capture by number. Callers hold the recorder's lock."""
 
-    def __init__(self, buffer: RecordBuffer, records: Records, kind: str, native: Any) -> None:
-        """`kind`: of the accelerators that are followed. `native`: the session of the hot path."""
+    def __init__(self, buffer: RecordBuffer, records: Records, kind: str, session: Session) -> None:
+        """`kind`: of the accelerators that are followed."""
         self._buffer = buffer
         self._records = records
         self.kind = kind
-        self._native = native
+        self._session = session
         self._indices: list[int] = []  # of the devices that the capture has used
         self._devices: dict[int, int] = {}  # their ids, by index
         self._numbers: dict[int, dict[int, int]] = {}  # of streams, by device index and native handle
@@ -169,8 +170,7 @@ class Streams:
                 return False
             self._indices.append(device.index)
             self._devices[device.index] = number
-            if self._native is not None:
-                self._native.watch_streams(device)
+            self._session.watch_streams(device)
         return True
 
     def placement(self) -> int:

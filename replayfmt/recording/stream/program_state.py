@@ -23,6 +23,7 @@ from replayfmt.pytorch.tensors.memory import call_undispatched, host_view
 
 from .buffer import RecordBuffer
 from .records import Records
+from .session import Session
 
 _SMALLEST, _HALF = sys.float_info.min, 0.5  # their product is a denormal, unless the processor flushes those to zero
 
@@ -103,19 +104,16 @@ class NumericState:
     Programs change the grad mode all the time, so it is looked at apart from the rest.
     """
 
-    def __init__(self, records: Records, native: Any = None) -> None:
-        """`native`: the session of the hot path, if there is one. It knows the grad mode that the stream states."""
+    def __init__(self, records: Records, session: Session) -> None:
+        """`session` knows the grad mode that the stream states."""
         self._records = records
-        self._native = native
-        if native is not None:
-            native.begin_grad_mode(torch.is_grad_enabled())
+        self._session = session
+        session.begin_grad_mode(torch.is_grad_enabled())
         self.stated: dict[str, Any] = read_settings()
         self._watches: dict[str, tuple[int, ...]] = {}  # watched_indices of the kernels seen
         self._unchanged_in: dict[bool, Callable[[], bool]] = {}  # in each grad mode, whether nothing else has changed
-        # Called before the stream states other settings, and when it matches all current ones.
-        self.restating: Callable[[], None] = lambda: None
-        self.restated: Callable[[], None] = lambda: None
         self._look()
+        session.settle()
 
     def _look(self) -> None:
         """Take the current settings as what the stream states."""
@@ -154,27 +152,19 @@ class NumericState:
     def check(self, kernel: str) -> None:
         """Before an op: record what changed since the last one."""
         if self._grad_mode() is not torch.is_grad_enabled():
-            self._state_grad_mode()
+            self._records.grad_mode(self._session)
+            self.stated["grad_enabled"] = torch.is_grad_enabled()
         if not self.differs(kernel):
             return
-        self.restating()
+        self._session.unsettle()
         self._state(read_settings())
         self._look()
-        self.restated()
+        self._session.settle()
 
     def _grad_mode(self) -> bool:
         """The one that the stream states."""
-        if self._native is not None:
-            self.stated["grad_enabled"] = self._native.stated_grad_mode()
-        mode: bool = self.stated["grad_enabled"]
+        mode = self.stated["grad_enabled"] = self._session.stated_grad_mode()
         return mode
-
-    def _state_grad_mode(self) -> None:
-        if self._native is None:
-            self._state({"grad_enabled": torch.is_grad_enabled()})
-        else:
-            self._records.grad_mode(self._native)
-            self.stated["grad_enabled"] = torch.is_grad_enabled()
 
     def check_autocast(self, now: dict[str, str]) -> None:
         """Before a custom operator, whose own code may depend on it: record the program's autocast if it changed. (For
@@ -199,29 +189,28 @@ _REMEMBERED = 4096  # generators; if a program makes more, the oldest get new id
 
 
 class _RecordedGenerator:
-    """`native`: the session of the hot path, if ops there draw from it."""
+    """`session`: the capture's, if ops on the hot path draw from it."""
 
-    __slots__ = ("expected", "native", "number")
+    __slots__ = ("expected", "number", "session")
 
-    def __init__(self, number: int, native: Any) -> None:
+    def __init__(self, number: int, session: Session | None) -> None:
         self.number = number
-        self.native = native
+        self.session = session
         self.expected: bytes | None = None  # the state that a replay's will be in, as far as the complete path knows
 
     def replayed(self) -> bytes | None:
         """The state that a replay's generator will be in. Where the hot path draws, it knows: `expected` may be one
         that its draws have left since, and that the program has gone back to."""
-        drawn = None if self.native is None else call_undispatched(self.native.drawn_state)
+        drawn = None if self.session is None else call_undispatched(self.session.drawn_state)
         return self.expected if drawn is None else call_undispatched(_bytes_of, drawn)
 
 
 class Generators:
     """The generators of the program. Callers hold the recorder's lock."""
 
-    def __init__(self, buffer: RecordBuffer, records: Records, states: bool = True, native: Any = None) -> None:
-        """`states`: record the states. Otherwise a record says only that the generator is in another state. `native`:
-        the session of the hot path, where ops draw from the default generator of the CPU."""
-        self._native = native
+    def __init__(self, buffer: RecordBuffer, records: Records, session: Session, states: bool = True) -> None:
+        """`states`: record the states. Otherwise a record says only that the generator is in another state."""
+        self._session = session
         self._buffer = buffer
         self._records = records
         self._states = states
@@ -240,8 +229,8 @@ class Generators:
             default = default_generator(generator.device)
             is_default = default is not None and address(default) == address(generator)
             device = self._records.device(generator.device)
-            native = self._native if is_default and generator.device.type == "cpu" else None
-            entry = _RecordedGenerator(self._buffer.writer.generator(Generator(device, is_default)), native)
+            session = self._session if is_default and generator.device.type == "cpu" else None
+            entry = _RecordedGenerator(self._buffer.writer.generator(Generator(device, is_default)), session)
             if len(self._recorded) >= _REMEMBERED:
                 del self._recorded[next(iter(self._recorded))]
             self._recorded[key] = entry
@@ -257,8 +246,8 @@ class Generators:
         entry = self._entry(generator)
         self._state(entry, before)
         entry.expected = after
-        if entry.native is not None:
-            entry.native.note_drawn(generator_state(generator) == after)
+        if entry.session is not None:
+            entry.session.note_drawn(generator_state(generator) == after)
 
     def _state(self, entry: _RecordedGenerator, state: bytes) -> None:
         if state != entry.replayed():
@@ -271,8 +260,8 @@ class Generators:
         for generator in generators:
             entry = self._entry(generator)
             entry.expected = generator_state(generator)
-            if entry.native is not None:
-                entry.native.note_drawn(True)
+            if entry.session is not None:
+                entry.session.note_drawn(True)
 
 
 def address(generator: torch.Generator) -> int:

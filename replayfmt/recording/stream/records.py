@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from replayfmt.format.codes import Layout, RecordKind, TensorFlag, ValueKind
-from replayfmt.format.model import CaptureInfo, Device, Node, Signature, TensorDigest, TensorMeta
+from replayfmt.format.codes import RecordKind, TensorFlag, ValueKind
+from replayfmt.format.model import CaptureInfo, Device, Node, Signature, TensorDigest
 from replayfmt.format.output import Uninterrupted
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.signature_layout import SlotLayout, argument_nodes
@@ -39,7 +39,8 @@ from replayfmt.pytorch.tensors.memory import (
 
 from ..content.coverage import ByteRegion
 from ..content.first_content import FirstContent
-from .buffer import RELEASES, RecordBuffer, packer
+from .buffer import RELEASES, RecordBuffer
+from .session import Session, packer
 
 
 class RedactedWriter(CaptureWriter):
@@ -187,12 +188,12 @@ class Records:
         floats = [v for v in changes.values() if isinstance(v, float)]
         self._constant((RecordKind.global_state, nodes), lambda: nodes, words, floats)
 
-    def grad_mode(self, native: Any) -> None:
-        """The calling thread's, where the session of the hot path states it."""
+    def grad_mode(self, session: Session) -> None:
+        """The calling thread's."""
         kind = RecordKind.global_state
         made = [Signature(kind, (Node.scalar("grad_enabled", mode),)) for mode in (False, True)]
         signatures = [self.signature((kind, each.args), partial(Signature, kind, each.args)) for each in made]
-        self._buffer.appended += native.state_grad_mode(signatures, self.context(), self.now())
+        self._buffer.appended += session.state_grad_mode(signatures, self.context(), self.now())
 
     # ------------------------------------------------------------------------------------------------ scopes and notes
 
@@ -319,13 +320,13 @@ class MetaParams:
 
 
 class _Params(dict[int, MetaParams]):
-    """By meta id. `native` numbers metadata, if it is given, and knows all of it."""
+    """By meta id."""
 
-    def __init__(self, native: Any) -> None:
-        self._native = native
+    def __init__(self, session: Session) -> None:
+        self._session = session
 
     def __missing__(self, number: int) -> MetaParams:
-        dtype, sizes, strides, flags = self._native.meta(number)
+        dtype, sizes, strides, flags = self._session.meta(number)
         params = self[number] = MetaParams(dtype, sizes, strides, TensorFlag(flags), dtype.itemsize, math.prod(sizes))
         return params
 
@@ -333,13 +334,12 @@ class _Params(dict[int, MetaParams]):
 class TensorMetas:
     """Meta ids by content. `params` is indexed by meta id."""
 
-    def __init__(self, buffer: RecordBuffer, records: Records, native: Any = None) -> None:
-        """`native`: the session of the hot path, which numbers them."""
-        self._native = native
-        self._buffer = buffer
+    def __init__(self, records: Records, session: Session) -> None:
+        """`session` numbers them."""
+        self._session = session
         self._records = records
         self.ids: dict[Key, int] = {}
-        self.params = _Params(native)
+        self.params = _Params(session)
 
     def of(self, tensor: torch.Tensor, zero: bool = False) -> int:
         """The meta id of a strided tensor as it is now."""
@@ -367,14 +367,5 @@ class TensorMetas:
     def _add(self, key: Key) -> int:
         dtype, sizes, strides, device, bits = key
         code, device_id = DTYPE_CODE[dtype], self._records.device(device)
-        if self._native is not None:
-            number: int = self._native.define_meta(dtype, device, bits, sizes, strides, int(code), device_id)
-        else:
-            flags = TensorFlag(bits)
-            with self._buffer.lock:
-                meta = TensorMeta(code, Layout.strided, device_id, tuple(sizes), strides, flags)
-                number = self._buffer.writer.meta(meta)
-            params = MetaParams(dtype, tuple(sizes), strides, flags, dtype.itemsize, sizes.numel())
-            self.params[number] = params
-        self.ids[key] = number
+        number = self.ids[key] = self._session.define_meta(dtype, device, bits, sizes, strides, int(code), device_id)
         return number
