@@ -66,11 +66,12 @@ def keep_dynamo_out() -> None:
         if name.partition(".")[0] == _PACKAGE:
             for code in _codes(module):
                 dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, go_on))
-    whole = (  # with what they call, which is never the program's; the second's code is that of all attempted methods
+    # With what they call, which is never the program's. The second's code is that of all attempted methods, the third's
+    # that of all that the hook calls.
+    whole = (
         capture_session.CaptureSession.attempt,
         capture_session.CaptureSession.before,
         NativeMode.before,
-        NativeMode.after,
         ModuleScopes._begin,
         ModuleScopes._end,
     )

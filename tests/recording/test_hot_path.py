@@ -36,7 +36,7 @@ PROGRAMS = [
 def cold(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operators whose calls took the complete path."""
     seen: list[str] = []
-    before, late = NativeMode._before, NativeMode.late
+    before, late = NativeMode.before, NativeMode.late
 
     def counted(self: NativeMode, func: Any, *arguments: Any) -> Any:
         seen.append(str(func))
@@ -46,7 +46,7 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(f"late {func}")
         return late(self, func, *arguments)
 
-    monkeypatch.setattr(NativeMode, "_before", counted)
+    monkeypatch.setattr(NativeMode, "before", counted)
     monkeypatch.setattr(NativeMode, "late", counted_late)
     return seen
 
@@ -524,7 +524,7 @@ def test_a_capture_that_fails_lets_the_program_go_on(capture: Capture, monkeypat
 
     def program() -> list[torch.Tensor]:
         results = [x + number for number in range(4)]
-        monkeypatch.setattr(NativeMode, "_describe", None)  # at the next operator that is new
+        monkeypatch.setattr(NativeMode.describe, "__wrapped__", None)  # at the next operator that is new
         return [*results, x * 2, x - 1, x + 5]
 
     expected = [x + number for number in range(4)] + [x * 2, x - 1, x + 5]

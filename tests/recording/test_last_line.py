@@ -26,6 +26,7 @@ from replayfmt.errors import CaptureFailed
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.recording import capture_session, recorder
+from replayfmt.recording.dispatch import native_mode
 
 # Beside the recorder itself: what it writes with, and what it knows PyTorch by.
 _OTHERS = (
@@ -47,6 +48,7 @@ _DEFENCE = {
     "CaptureSession.failed",
     "CaptureSession.fail",
     "_attempted",
+    "_outermost",
     "is_interrupt",
     "_frames",
     "_arguments",
@@ -93,16 +95,13 @@ _STANDS_IN = {"RecordingMode.__torch_dispatch__", "RecordingMode._dispatch", "Re
               "Recorder.recording", "Recorder._mode_now", "Recorder.launching", "Recorder.present",
               "Recorder.sees_first", "Recorder.paused", "Recorder.host_read", "Recorder._tell",
               "Recorder.attempt", "Recorder._running", "CaptureSession.scope_begin",
-              "NativeMode.before", "NativeMode.register_storages", "NativeMode.after", "NativeMode.raised",
-              "NativeMode.interrupted", "NativeMode.run",
-              "NativeMode.describe", "NativeMode.register_thread", "NativeMode.wrote", "NativeMode.late",
-              "NativeMode.late_raised",
-              "NativeMode._end_or_pass", "NativeMode.run_inside",
+              "NativeMode.run", "NativeMode.run_inside",
               "ModeAttachment.mode_now", "ModeAttachment.sees_first", "ModeAttachment.paused",
               "HookAttachment.mode_now",
               "HookAttachment.sees_first", "HookAttachment.paused", "HookAttachment._without_key", "_told",
               "ModeAttachment.hidden", "HookAttachment.hidden", "_without_modes"}
 # fmt: on
+_ATTEMPT = (capture_session.CaptureSession, native_mode.NativeMode)  # by a wrapper of their methods
 _NO_STEPS = _DEFENCE | _CALLED_BY_PROGRAMS | _STANDS_IN
 
 
@@ -164,8 +163,8 @@ class Sabotage:
                     raise Mistake(name)
             return original(*args, **kwargs)
 
-        if getattr(raw, "__wrapped__", None) is not None and holder is capture_session.CaptureSession:
-            original = stand_in.__wrapped__ = raw.__wrapped__  # an attempt: the step is what it attempts
+        if isinstance(raw, FunctionType) and hasattr(raw, "__wrapped__") and holder in _ATTEMPT:
+            original = stand_in.__wrapped__ = raw.__wrapped__  # the step is what it attempts
             monkeypatch.setattr(raw, "__wrapped__", stand_in)
             return
         monkeypatch.setattr(holder, name, staticmethod(stand_in) if isinstance(raw, staticmethod) else stand_in)

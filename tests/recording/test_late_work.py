@@ -139,13 +139,13 @@ def test_an_op_that_returns_after_the_close_is_not_recorded(
 def on_complete_path(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operators whose calls came to Python before they ran."""
     seen: list[str] = []
-    before = NativeMode._before
+    before = NativeMode.before
 
     def counted(self: NativeMode, func: Any, *arguments: Any) -> Any:
         seen.append(str(func))
         return before(self, func, *arguments)
 
-    monkeypatch.setattr(NativeMode, "_before", counted)
+    monkeypatch.setattr(NativeMode, "before", counted)
     return seen
 
 

@@ -7,10 +7,12 @@ arrive in parts. Operators written in Python are observed by a dispatch mode, as
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C import DisableTorchFunction
@@ -33,6 +35,7 @@ from .custom_operators import ObservingMode
 _ALONE, _IN_PARTS, _IN_PYTHON = None, False, True
 
 
+_Step = TypeVar("_Step", bound=Callable[..., Any])
 _HOT_RESULTS = (torch.TensorType, torch.ListType, torch.NumberType, torch.IntType, torch.FloatType, torch.BoolType)
 _MAKES_FAKE_TENSORS = tuple(os.path.join("torch", "_subclasses", name) for name in ("fake_tensor.py", "fake_impls.py"))
 
@@ -52,6 +55,25 @@ class _Begun:
         self.drawing = False
 
 
+def _outermost(step: _Step) -> _Step:
+    """Run a method as an outermost frame of the recorder: a failure inside ends the capture, and a signal handler's
+    exception propagates without recorder frames. Returns None on failure."""
+
+    @functools.wraps(step)
+    def called(mode: NativeMode, *args: Any) -> Any:
+        try:
+            with DisableTorchFunction():
+                result = called.__wrapped__(mode, *args)
+            return result
+        except BaseException as error:
+            if not mode.core.failed(error):
+                leave_no_frames(error)
+                raise
+            return None
+
+    return called  # type: ignore[return-value]
+
+
 class NativeMode(ObservingMode):
     """Records into one core. It is never on a thread's stack of modes."""
 
@@ -66,72 +88,26 @@ class NativeMode(ObservingMode):
 
     # ----------------------------------------------------------------------------------------------- called by the hook
 
-    # Each is an outermost frame of the recorder: a failure inside ends the capture, and a signal handler's exception
-    # propagates without recorder frames.
+    def functions(self) -> Functions:
+        """All functions that the hook calls."""
+        return Functions(
+            self.before,
+            self.after,
+            self.raised,
+            self.interrupted,
+            self.run,
+            self.describe,
+            self.register_thread,
+            self.late,
+            self.late_raised,
+            self.core.flush_if_due,
+            self.wrote,
+            self.register_storages,
+        )
 
-    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | bool | None:
-        """An operator is about to run."""
-        try:
-            with DisableTorchFunction():
-                begun = self._before(func, args, kwargs)
-            return begun
-        except BaseException as error:
-            self._end_or_pass(error)
-            return _IN_PARTS
-
+    @_outermost
     def after(self, begun: _Begun, result: Any, started: int, ended: int) -> int | None:
-        """It returned. Returns its record's signature, if it has one."""
-        try:
-            with DisableTorchFunction():
-                signature = self._after(begun, result, started, ended)
-            return signature
-        except BaseException as error:
-            self._end_or_pass(error)
-            return None
-
-    def raised(self, begun: _Begun, error: BaseException | None, started: int, ended: int) -> None:
-        """It raised. `error`: the exception, if Python raised it."""
-        try:
-            if begun.call is not None:
-                self.core.raised(begun.call, started, ended, is_interrupt(error))
-            elif isinstance(begun.kernel, str):
-                self.core.unreachable_op(begun.kernel, begun.args, begun.kwargs, None)
-            self._release(begun)
-        except BaseException as struck:
-            self._end_or_pass(struck)
-
-    def interrupted(self, begun: _Begun | None, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """A signal handler raised in one of the other callbacks, around an operator that ran. `args` and `kwargs`:
-        those of an operator on the hot path."""
-        try:
-            if begun is not None:
-                self._release(begun)
-                args, kwargs = begun.args, begun.kwargs
-            self.core.interrupted(args, kwargs, result)
-        except BaseException as error:
-            self._end_or_pass(error)
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator that `before` left to Python."""
-        try:
-            return self.observed(self.core.calls.kernel_of(func), args, kwargs)
-        except BaseException as error:
-            leave_no_frames(error)
-            raise
-
-    def _end_or_pass(self, error: BaseException) -> None:
-        if not self.core.failed(error):
-            leave_no_frames(error)
-            raise error
-
-    def _release(self, begun: _Begun) -> None:
-        """Let other threads draw random numbers again."""
-        if begun.drawing:
-            begun.drawing = False
-            self._session.release_draws()
-            self.core.lock.release()
-
-    def _after(self, begun: _Begun, result: Any, started: int, ended: int) -> int | None:
+        """An operator returned. Returns its record's signature, if it has one."""
         core = self.core
         signature = None
         if begun.call is not None:
@@ -156,34 +132,44 @@ class NativeMode(ObservingMode):
             core.stream_used(*begun.args)
         return signature
 
+    @_outermost
+    def raised(self, begun: _Begun, error: BaseException | None, started: int, ended: int) -> None:
+        """It raised. `error`: the exception, if Python raised it."""
+        if begun.call is not None:
+            self.core.raised(begun.call, started, ended, is_interrupt(error))
+        elif isinstance(begun.kernel, str):
+            self.core.unreachable_op(begun.kernel, begun.args, begun.kwargs, None)
+        self._release(begun)
+
+    @_outermost
+    def interrupted(self, begun: _Begun | None, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """A signal handler raised in one of the other callbacks, around an operator that ran. `args` and `kwargs`:
+        those of an operator on the hot path."""
+        if begun is not None:
+            self._release(begun)
+            args, kwargs = begun.args, begun.kwargs
+        self.core.interrupted(args, kwargs, result)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that `before` left to Python."""
+        try:
+            return self.observed(self.core.calls.kernel_of(func), args, kwargs)
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+
+    def _release(self, begun: _Begun) -> None:
+        """Let other threads draw random numbers again."""
+        if begun.drawing:
+            begun.drawing = False
+            self._session.release_draws()
+            self.core.lock.release()
+
     # ---------------------------------------------------------------------------------------------- for the hot path
 
-    def functions(self) -> Functions:
-        """All functions that the hook calls."""
-        return Functions(
-            self.before,
-            self.after,
-            self.raised,
-            self.interrupted,
-            self.run,
-            self.describe,
-            self.register_thread,
-            self.late,
-            self.late_raised,
-            self.core.flush_if_due,
-            self.wrote,
-            self.register_storages,
-        )
-
+    @_outermost
     def describe(self, func: Any) -> OperatorForHook | None:
         """Describe an operator, at its first call."""
-        try:
-            return self.core.attempt(self._describe, func)
-        except BaseException as error:
-            self._end_or_pass(error)
-            return None
-
-    def _describe(self, func: Any) -> OperatorForHook | None:
         kernel = self.core.calls.kernel_of(func)
         operator = kernel.operator
         fills = kernel.writes == (0,) and operator.overwrites_self and kernel.writes_all(0)
@@ -215,56 +201,41 @@ class NativeMode(ObservingMode):
             kernel.own_kernels,
         )
 
+    @_outermost
     def register_thread(self) -> None:
         """The calling thread is about to record for the first time: it gets a context, which the hot path is told."""
-        try:
-            self.core.attempt(self.core.scopes.on_default_streams)
-        except BaseException as error:
-            self._end_or_pass(error)
+        self.core.scopes.on_default_streams()
 
+    @_outermost
     def register_storages(self, tensors: list[torch.Tensor]) -> None:
         """An operator is about to use storages that the hot path does not know. Those that need no care take it from
         then on."""
-        try:
-            self._register_storages(tensors)
-        except BaseException as error:
-            self._end_or_pass(error)
-
-    def _register_storages(self, tensors: list[torch.Tensor]) -> None:
         try:
             self.core.register_storages(tensors)
         except BaseException:
             self.core.interrupted(tuple(tensors), {}, None)
             raise
 
+    @_outermost
     def late(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, started: int, ended: int
     ) -> int | None:
         """An operator ran on the hot path, and some of its results are unknown."""
-        try:
-            core = self.core
-            kernel = self._kernel_of(func)
-            signature = core.ran(kernel, args, kwargs, result, started, ended)
-            kernel.ran(result)
-            core.flush_if_due()
-            return signature
-        except BaseException as error:
-            self._end_or_pass(error)
-            return None
+        kernel = self._kernel_of(func)
+        signature = self.core.ran(kernel, args, kwargs, result, started, ended)
+        kernel.ran(result)
+        self.core.flush_if_due()
+        return signature
 
+    @_outermost
     def wrote(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An operator on the hot path wrote to storages that other threads have had the complete path look after since
         it began."""
-        try:
-            self.core.attempt(self._wrote, self._kernel_of(func), args, kwargs)
-        except BaseException as error:
-            self._end_or_pass(error)
-
-    def _wrote(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self.core.lock:
             if self.core.on:
-                self.core.calls.wrote(kernel, args, kwargs)
+                self.core.calls.wrote(self._kernel_of(func), args, kwargs)
 
+    @_outermost
     def late_raised(
         self,
         func: Any,
@@ -275,22 +246,13 @@ class NativeMode(ObservingMode):
         ended: int,
     ) -> None:
         """An operator raised on the hot path."""
-        try:
-            kernel = self._kernel_of(func)
-            self.core.attempt(self._late_raised, kernel, args, kwargs, is_interrupt(error), started, ended)
-        except BaseException as struck:
-            self._end_or_pass(struck)
+        with self.core.lock:
+            call = self.core.before(self._kernel_of(func), args, kwargs)
+            if isinstance(call, OpCall):
+                self.core.raised(call, started, ended, is_interrupt(error))
 
     def _kernel_of(self, func: Any) -> CapturedKernel:
         return func if isinstance(func, CapturedKernel) else self.core.calls.kernel_of(func)
-
-    def _late_raised(
-        self, kernel: CapturedKernel, args: Any, kwargs: Any, interrupt: bool, start: int, end: int
-    ) -> None:
-        with self.core.lock:
-            call = self.core.before(kernel, args, kwargs)
-            if isinstance(call, OpCall):
-                self.core.raised(call, start, end, interrupt)
 
     def run_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._hook.shown():
@@ -298,7 +260,9 @@ class NativeMode(ObservingMode):
 
     # --------------------------------------------------------------------------------------------------------- deciding
 
-    def _before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | bool | None:
+    @_outermost
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | bool | None:
+        """An operator is about to run."""
         core = self.core
         if isinstance(func, str):
             recorded = not core.finished and (core.on or self._begins())
