@@ -98,6 +98,12 @@ def test_audit_sees_every_write_from_outside(capture: Capture) -> None:
     captured.replays()
 
 
+def test_audit_takes_tensors_without_memory(capture: Capture) -> None:
+    captured = capture(lambda: torch.ones(3) + torch._efficientzerotensor(3), audit=True)
+    assert captured.unsupported() == {}
+    captured.replays()
+
+
 def test_what_a_hook_marks_as_written_enters_again(capture: Capture, tmp_path) -> None:
     path = tmp_path / "marked.opreplay"
     with replayfmt.capture(path, digests="ops") as recorder:

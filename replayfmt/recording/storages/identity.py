@@ -136,7 +136,7 @@ class Storages:
         entry = self._session.track(storage._cdata, number, length)
         tracker = self.live[number] = self._track(storage, entry, number, length)
         self._memory.add(tracker)
-        if self._audit:
+        if self._audit and readable:
             self.watch(tracker)
         if not readable and device.type != "meta":  # a ZeroTensor's: not to be mistaken for others of the same metadata
             self.state(tracker).unreadable = True
