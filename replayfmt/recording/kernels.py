@@ -164,12 +164,7 @@ class CapturedKernel:
         self.only_with = None if only is None else (self.indices[only[0]], self.indices[only[1]])
         # Lists of numbers of any type: [1], [1.0] and [True] compare equal but compute different results.
         self.mixed_lists = any("List[number]" in text for text in types.values())
-        # Places where a number comes instead of a tensor, though a call from Python does not accept one.
-        self.tensor_places = (
-            ()
-            if takes_numbers(func)
-            else tuple(index for index, a in enumerate(schema.arguments) if isinstance(a.type, torch.TensorType))
-        )
+        self.tensor_places = tensor_places(func)
         # The integer by which it finds state of its library that another operator made.
         found = [name for name, text in types.items() if text == "int" and _NAMES_STATE.search(name)]
         self.state_argument = found[0] if found and not self.own else None
@@ -317,6 +312,13 @@ class CapturedKernel:
     def writes_all(self, index: int) -> bool:
         """Whether a call that writes its argument `index` writes every element of it."""
         return not (self.operator.writes_some and index == 0) and not self.operator.writes_a_part
+
+
+def tensor_places(func: torch._ops.OpOverload) -> tuple[int, ...]:
+    """The places where a number may come instead of a tensor, though a call from Python does not accept one."""
+    if takes_numbers(func):
+        return ()
+    return tuple(index for index, a in enumerate(func._schema.arguments) if isinstance(a.type, torch.TensorType))
 
 
 def caller_of(func: torch._ops.OpOverload) -> Callable[..., Any]:

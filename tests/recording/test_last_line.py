@@ -86,7 +86,7 @@ _CALLED_BY_PROGRAMS = {
 _STANDS_IN = {"RecordingMode.__torch_dispatch__", "RecordingMode._dispatch", "RecordingMode.record",
               "RecordingMode._record", "RecordingMode._special", "RecordingMode.run_inside",
               "RecordingMode.observed", "ObservingMode.observed",
-              "RecordingMode._unrecorded", "RecordingMode._run_unsupported",
+              "RecordingMode._run_unrecorded", "RecordingMode._run_unsupported",
               "AsInProgram.__call__", "CompositeDecomposition.__call__", "CompositeDecomposition._run",
               "Body.__call__", "_below_another_handler",
               "construct",

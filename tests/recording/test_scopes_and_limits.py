@@ -37,6 +37,14 @@ def steps(count: int) -> None:
             torch.zeros(1)
 
 
+def test_operators_after_the_last_one_that_is_recorded_may_be_given_numbers_for_tensors(capture: Capture) -> None:
+    def program() -> None:
+        torch.ones(2)
+        assert (torch._efficientzerotensor(3) + 1).tolist() == [1.0, 1.0, 1.0]
+
+    assert capture(program, stop_op=1).ops() == ["aten::ones.default"]
+
+
 def test_scopes_nest_and_repeat(capture: Capture) -> None:
     def program() -> None:
         for _ in range(2):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +27,7 @@ from replayfmt.pytorch.tensors.memory import call_undispatched
 from ..capture_session import CaptureSession
 from ..composite_operators import RecordingGranularity, autocast_below_mode
 from ..frames import is_interrupt, leave_no_frames
-from ..kernels import Action, CapturedKernel, caller_of
+from ..kernels import Action, CapturedKernel, caller_of, tensor_places
 from ..special_values import dispatches_itself
 from ..stream.records import Unrepresentable
 
@@ -94,9 +93,9 @@ _NUMBERS: dict[type, torch.dtype] = {
 }
 
 
-def with_tensors(kernel: CapturedKernel, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def with_tensors(tensor_places: tuple[int, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of an operator, with numbers in tensors' places turned into tensors."""
-    places = [index for index in kernel.tensor_places if index < len(args) and type(args[index]) in _NUMBERS]
+    places = [index for index in tensor_places if index < len(args) and type(args[index]) in _NUMBERS]
     if not places:
         return args
     made = list(args)
@@ -147,7 +146,7 @@ class RecordingMode(TorchDispatchMode):
         """Decides what kind of call this is, and returns its result."""
         core = self.core
         if core.finished:
-            return self._unrecorded(func)(*args, **kwargs)
+            return self._run_unrecorded(func, args, kwargs)
         if types and any(map(dispatches_itself, types)):  # `detach` names plain classes too
             return func(*args, **kwargs) if _is_tracing(types) else NotImplemented
         if _len_torch_dispatch_stack() and self._is_above_others():
@@ -157,10 +156,10 @@ class RecordingMode(TorchDispatchMode):
                 return run_higher_order(self, func, args, kwargs)
         kernel = core.attempt(core.calls.kernel_of, func)
         if kernel is None:
-            return self._unrecorded(func)(*args, **kwargs)
+            return self._run_unrecorded(func, args, kwargs)
         if not kernel.own:
             core.arrivals[kernel.name] += 1
-        args = core.attempt(with_tensors, kernel, args) or args
+        args = core.attempt(with_tensors, kernel.tensor_places, args) or args
         collective = kernel.action is Action.collective
         if kernel.action is not Action.record and not (collective or core.attempt(kernel.has_own_kernel, args, kwargs)):
             return self._special(kernel, args, kwargs)
@@ -332,11 +331,14 @@ class RecordingMode(TorchDispatchMode):
                     _pop_torch_dispatch_stack(None)
                 raise
 
-    def _unrecorded(self, func: Any) -> Callable[..., Any]:
-        """A function that runs an operator without recording it."""
+    def _run_unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator without recording it."""
         if not isinstance(func, torch._ops.OpOverload):
-            return func
-        return self.core.attempt(caller_of, func) or func
+            return func(*args, **kwargs)
+        call = self.core.attempt(caller_of, func) or func
+        if any(type(each) in _NUMBERS for each in args):
+            args = self.core.attempt(lambda: with_tensors(tensor_places(func), args)) or args
+        return call(*args, **kwargs)
 
     def _run_unsupported(
         self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
