@@ -90,6 +90,10 @@ class HookHost(Protocol):
         """Run recorder code: a failure in it ends the recording, not the program."""
         ...
 
+    def tell(self, what: Callable[..., _T], *args: Any) -> _T | None:
+        """Call `what` with the `CaptureSession` and these, under its lock and as an attempt, if recording is on."""
+        ...
+
     def issue(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a kernel (`CapturedKernel`), and record that if this thread is being recorded. Returns its result."""
         ...
@@ -107,24 +111,8 @@ class HookHost(Protocol):
         is used."""
         ...
 
-    def storage_written(self, storage: Any) -> None:
-        """Something unseen may have written to a storage."""
-        ...
-
-    def about_to_be_written(self, storage: Any) -> None:
-        """The next op that uses a storage writes all of its bytes, and reads none."""
-        ...
-
-    def storage_resized(self, storage: Any) -> None:
-        """A storage was reallocated, outside any op."""
-        ...
-
     def host_read(self, method: str, tensor: Any) -> None:
         """A value left the device for the host, outside any op."""
-        ...
-
-    def filled(self, result: Any) -> None:
-        """A composite of PyTorch's own may have filled what it returned through addresses."""
         ...
 
     def watch(self, storage: Any, *, windowed: bool = True) -> None:

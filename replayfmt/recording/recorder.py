@@ -36,7 +36,6 @@ from .dispatch.mode import RecordingMode, mode_stack, remove_finished_modes
 from .dispatch.native_mode import NativeMode
 from .dispatch.whole_composites import WholeComposites
 from .frames import in_recorders_work
-from .hooks import host_access
 from .hooks.host_access import DirectWrites, HostReads
 from .hooks.user_code import Construction, Interruptions
 from .kernels import CapturedKernel
@@ -584,7 +583,7 @@ class Recorder:
 
     def unsupported(self, reason: str, op: str, detail: str) -> int | None:
         """Record work that cannot be reproduced. Returns the record's signature; None if nothing was recorded."""
-        return self._tell(lambda core: core.records.unsupported(reason, op, detail))
+        return self.tell(lambda core: core.records.unsupported(reason, op, detail))
 
     def unsupported_throughout(self, reason: str, op: str, detail: str) -> None:
         """Record that some work cannot be seen, however often it is done: once, also if recording begins later."""
@@ -595,7 +594,7 @@ class Recorder:
     def mark_outside_write(self, tensor: torch.Tensor) -> bool:
         """Something unseen may have written to a tensor: its content is imported again at its next use. See
         `Outside.written`."""
-        return bool(self._tell(lambda core: core.outside.written(tensor)))
+        return bool(self.tell(lambda core: core.outside.written(tensor)))
 
     @property
     def session(self) -> Session:
@@ -603,34 +602,19 @@ class Recorder:
         assert self._core is not None
         return self._core.session
 
-    def storage_written(self, storage: torch.UntypedStorage) -> None:
-        """Something unseen wrote to a storage: its content is imported again at its next use."""
-        self._tell(lambda core: host_access.storage_written(core, storage))
-
-    def about_to_be_written(self, storage: torch.UntypedStorage) -> None:
-        """The next op that uses a storage writes all of its bytes, and reads none."""
-        self._tell(lambda core: host_access.about_to_be_written(core, storage))
-
-    def storage_resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage was reallocated outside any op: only its length, and which bytes are written, is known."""
-        self._tell(lambda core: host_access.storage_resized(core, storage))
-
     def host_read(self, method: str, tensor: torch.Tensor) -> None:
         """A value left the device for the host outside any op."""
-        self._tell(lambda core: core.outside.host_read(method, tensor))
-
-    def filled(self, result: Any) -> None:
-        """A composite of PyTorch's own may have filled what it returned through addresses."""
-        self._tell(lambda core: core.outside.filled(result))
+        self.tell(lambda core: core.outside.host_read(method, tensor))
 
     def watch(self, storage: torch.UntypedStorage, *, windowed: bool = True) -> None:
         """Others may write to a storage from now on: its content is checked before each use. `windowed`: through a
         window on it that the program has."""
-        self._tell(lambda core: core.outside.shared(storage, windowed))
+        self.tell(lambda core: core.outside.shared(storage, windowed))
 
-    def _tell(self, what: Callable[[CaptureSession], _T]) -> _T | None:
+    def tell(self, what: Callable[..., _T], *args: Any) -> _T | None:
+        """Call `what` with the session and these, under its lock and as an attempt, if recording is on."""
         core = self._core
-        return core.attempt(_tell, core, what) if core is not None and core.on else None
+        return core.attempt(_tell, core, what, args) if core is not None and core.on else None
 
 
 @contextmanager
@@ -673,11 +657,11 @@ def scope(name: str) -> Iterator[None]:
             core.scope_end(entered)
 
 
-def _tell(core: CaptureSession, what: Callable[[CaptureSession], _T]) -> _T | None:
+def _tell(core: CaptureSession, what: Callable[..., _T], args: tuple[Any, ...]) -> _T | None:
     with core.lock:
         if core.on:
             try:
-                return what(core)
+                return what(core, *args)
             except Unrepresentable as problem:
                 core.records.unsupported(problem.reason, "", problem.detail)
     return None

@@ -252,7 +252,7 @@ class Graphs(Patched):
     def _written(self, memory: list[UsedMemory]) -> None:
         """A replay wrote to memory, and no record says what: it is imported again at its next use."""
         for storage in _alive(memory):
-            self._recorder.storage_written(storage)
+            self._recorder.tell(lambda core, each: core.outside.storage_written(each), storage)
 
     @staticmethod
     def _values(known: _KnownGraph | None) -> dict[str, torch.Tensor] | str:
@@ -265,7 +265,7 @@ class Graphs(Patched):
         self._bear(mode, known)
         assert known.kernel is not None
         for storage in known.kernel.rewritten():
-            self._recorder.about_to_be_written(storage)
+            self._recorder.tell(lambda core, each: core.outside.about_to_be_written(each), storage)
 
     def _bear(self, mode: RecordingMode, known: _KnownGraph) -> None:
         """Before the first replay: memory that the capture allocated is allocated, and nothing has written it. What

@@ -123,7 +123,7 @@ class WholeComposites:
                 if known.fills_results:
                     result = operator._op_dk(_COMPOSITE, *args, **kwargs)
                     if recorder.sees_first():
-                        recorder.attempt(recorder.filled, result)
+                        recorder.tell(lambda core: core.outside.filled(result))
                     return result
                 if (
                     recorder.sees_first()

@@ -18,7 +18,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import _has_torch_function_unary
@@ -26,41 +26,13 @@ from torch._C import _has_torch_function_unary
 from replayfmt.native.hook import loaded_hook
 from replayfmt.pytorch.tensors.memory import layout_of, storage_of, tensors_in
 
-from ..content.storage_content import sample
 from ..frames import leave_no_frames
 from ..patches import HookHost, Patch, Patched, PatchSet, StandIn
-
-if TYPE_CHECKING:
-    from ..capture_session import CaptureSession
-
 
 _ELEMENTWISE = ("apply_", "map_", "map2_")
 _STORAGE = ("_byteswap", "_set_from_file", "_swap_data_ptr_")
 _ALLOCATION = ("resize_", "_resize_with_addr_")
 _NCCL = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
-
-
-def storage_written(core: CaptureSession, storage: torch.UntypedStorage) -> None:
-    """Something unseen wrote to a storage."""
-    tracker = core.storages.tracker_of(storage)
-    if tracker is not None:
-        core.storages.mark_written_outside(tracker)
-
-
-def about_to_be_written(core: CaptureSession, storage: torch.UntypedStorage) -> None:
-    """An op writes all of its bytes next, and reads none: what was written from outside does not have to enter."""
-    tracker = core.storages.tracker_of(storage)
-    if tracker is not None and tracker.state is not None and tracker.state.alias_of is None:
-        tracker.state.outside = None
-
-
-def storage_resized(core: CaptureSession, storage: torch.UntypedStorage) -> None:
-    """A storage was reallocated outside any op."""
-    tracker = core.storages.tracker_of(storage)
-    if tracker is not None and tracker.size != storage.nbytes():
-        if not tracker.alias:
-            core.storages.measure(tracker, storage, sample(storage))
-        core.storages.use(tracker, storage, False, "resize_")
 
 
 class DirectWrites(Patched):
@@ -105,7 +77,7 @@ class _Write(StandIn):
             self._recorder.mark_outside_write(tensor)
         for value in values:
             if isinstance(value, torch.UntypedStorage):
-                self._recorder.storage_written(value)
+                self._recorder.tell(lambda core, storage: core.outside.storage_written(storage), value)
 
 
 def _resize(recorder: HookHost, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +89,7 @@ def _resize(recorder: HookHost, original: Callable[..., Any]) -> Callable[..., A
             leave_no_frames(error)
             raise
         if recorder.recording():
-            recorder.attempt(recorder.storage_resized, storage)
+            recorder.tell(lambda core: core.outside.storage_resized(storage))
         return resized
 
     return resize

@@ -17,6 +17,7 @@ from replayfmt.pytorch.tensors.digests import digest_view
 from replayfmt.pytorch.tensors.memory import is_zerotensor, offset_of, storage_of
 
 from ..content.coverage import Coverage
+from ..content.storage_content import sample
 from ..kernels import tensors_in
 from ..special_values import plain_parts
 from ..stream.buffer import RecordBuffer
@@ -196,6 +197,27 @@ class Outside:
             else:
                 stays = False
         return stays
+
+    def storage_written(self, storage: torch.UntypedStorage) -> None:
+        """Something unseen wrote to a storage: its content is imported again at its next use."""
+        tracker = self._storages.tracker_of(storage)
+        if tracker is not None:
+            self._storages.mark_written_outside(tracker)
+
+    def about_to_be_written(self, storage: torch.UntypedStorage) -> None:
+        """The next op that uses a storage writes all of its bytes, and reads none: what was written from outside does
+        not have to enter."""
+        tracker = self._storages.tracker_of(storage)
+        if tracker is not None and tracker.state is not None and tracker.state.alias_of is None:
+            tracker.state.outside = None
+
+    def storage_resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage was reallocated outside any op: only its length, and which bytes are written, is known."""
+        tracker = self._storages.tracker_of(storage)
+        if tracker is not None and tracker.size != storage.nbytes():
+            if not tracker.alias:
+                self._storages.measure(tracker, storage, sample(storage))
+            self._storages.use(tracker, storage, False, "resize_")
 
     def filled(self, result: Any) -> None:
         """A composite of PyTorch's own returned, whose C++ code may have filled results through addresses."""
