@@ -238,16 +238,15 @@ class HotCall {
     }
     if (!storage) {
       const auto bytes = static_cast<int64_t>(made.impl->nbytes());
-      const int64_t id = session_.next_storage.next();
       const bool unwritten = op_.empty && !fills_empty();
+      const int64_t origin = unwritten ? kOriginUninitialized : kOriginOp;
+      const int64_t id = session_.storage_id(bytes, made.meta->second.device, origin, 0);
       storage = &session_.add(made.impl, id, bytes, false);
       storage->generated = op_.generated;
       storage->unwritten = unwritten && bytes != 0 && made.impl->device_type() != at::kMeta;
       if (storage->unwritten) {
         storage->sampled = sample(*made.impl);
       }
-      const int64_t row[] = {id, bytes, made.meta->second.device, unwritten ? kOriginUninitialized : kOriginOp, 0};
-      session_.new_storages.add(row);
     }
     const int64_t tensor = storage->views.find(made.meta, made.offset);
     return tensor ? tensor : new_view(*storage, made.meta, made.offset);

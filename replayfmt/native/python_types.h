@@ -47,9 +47,6 @@ inline py::object python_types() {
       .def("append", &Rows::append)
       .def("first", &Rows::first)
       .def("drop", &Rows::drop);
-  py::class_<Counter>(scope, "Counter", py::module_local())
-      .def("__iter__", [](py::object self) { return self; })
-      .def("__next__", &Counter::next);
   py::class_<GeneratedKernel, std::shared_ptr<GeneratedKernel>>(scope, "GeneratedKernel", py::module_local())
       .def("caller", &kernel_caller)
       .def("learn", &learn_kernel);
@@ -70,8 +67,8 @@ inline py::object python_types() {
       .def_readonly("rows", &Session::rows)
       .def_readonly("new_storages", &Session::new_storages)
       .def_readonly("definitions", &Session::definitions)
-      .def_readonly("next_storage", &Session::next_storage)
-      .def_readonly("next_tensor", &Session::next_tensor)
+      .def("add_storage", &Session::add_storage)
+      .def("define_tensor", &Session::define_tensor)
       .def_readonly("flushing", &Session::flushing)
       .def_property("hot", [](Session& self) { return self.hot.load(); }, &Session::set_hot)
       .def_readonly("new_metas", &Session::new_metas)

@@ -5,7 +5,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <mutex>
@@ -88,11 +87,6 @@ class Rows {
   Words words_;      // with room for more than there are
   size_t used_ = 0;  // how many there are
   std::vector<size_t> ends_;
-};
-
-struct Counter {
-  std::atomic<int64_t> value{1};
-  int64_t next() { return value.fetch_add(1); }
 };
 
 }  // namespace opreplay

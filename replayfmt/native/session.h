@@ -234,7 +234,6 @@ class Session {
 
   std::mutex mutex;
   Rows rows{mutex}, new_storages{mutex}, definitions{mutex};
-  Counter next_storage, next_tensor;
   PointerMap<Storage> storages;          // by the address of their StorageImpl, which a weak reference keeps
   Metas metas;
   std::vector<const Metas::value_type*> metas_by_id{nullptr};
@@ -313,13 +312,19 @@ class Session {
     return storages.add(impl, weak(impl), id, bytes, tracked);
   }
   int64_t add_view(int64_t storage, const View& place, Views* views) {
-    const int64_t tensor = next_tensor.next();
+    const int64_t tensor = ++tensor_ids_;
     const int64_t definition[] = {tensor, storage, place.offset, place.meta->second.id};
     definitions.add(definition);
     if (views) {
       views->add({place.meta, place.offset, tensor});
     }
     return tensor;
+  }
+  // A storage's id, which is given with its row. `origin`: one of the format's.
+  int64_t storage_id(int64_t bytes, int64_t device_id, int64_t origin, int64_t payload) {
+    const int64_t row[] = {++storage_ids_, bytes, device_id, origin, payload};
+    new_storages.add(row);
+    return storage_ids_;
   }
   const Metas::value_type* meta_numbered(int64_t id) const { return metas_by_id.at(id); }
 
@@ -451,6 +456,14 @@ class Session {
     return writes.addresses();
   }
 
+  int64_t add_storage(int64_t bytes, int64_t device_id, int64_t origin, int64_t payload) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return storage_id(bytes, device_id, origin, payload);
+  }
+  int64_t define_tensor(int64_t storage, int64_t offset, int64_t meta) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return add_view(storage, {meta_numbered(meta), offset, 0}, nullptr);
+  }
   // Python has a tracker of a storage now, and looks after each use until it says otherwise.
   void track(c10::StorageImpl* impl, int64_t id, int64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -583,6 +596,7 @@ class Session {
   }
 
  private:
+  int64_t storage_ids_ = 0, tensor_ids_ = 0;  // the last ones given
   using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
   std::unordered_map<const c10::StorageImpl*, WeakStorage> marked_;
   using Alive = std::vector<c10::intrusive_ptr<c10::StorageImpl>>;

@@ -159,9 +159,7 @@ class CaptureSession:
         files = FileBackedStorages(self.writer, options, redaction) if options.file_policy is not None else None
         self.contents = FirstContents(self.writer, options, files)
         handles = Handles()
-        self.storages = Storages(
-            self.buffer, self.records, self.metas, self.contents, handles, session, audit=options.audit
-        )
+        self.storages = Storages(self.records, self.metas, self.contents, handles, session, audit=options.audit)
         if self.streams is not None:
             self.storages.settle = self.wait_for_devices
         self.storages.watches_natively = session.watches and self.streams is None  # else devices may write meanwhile

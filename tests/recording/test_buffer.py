@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.format.codes import RecordKind, StorageOrigin
+from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.recording.capture_session import CaptureSession
 from replayfmt.recording.options import CaptureOptions
@@ -59,22 +59,6 @@ def test_storage_ids_have_no_gaps_and_tensors_keep_their_ids(capture: Capture) -
 def test_spans_are_runs_of_consecutive_numbers() -> None:
     assert module._spans(np.array([5, 0, 9]), np.array([3, 0, 2])).tolist() == [5, 6, 7, 9, 10]
     assert module._spans(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
-
-
-def test_an_id_that_an_interrupted_op_took_is_filled(tmp_path: Path) -> None:
-    path = tmp_path / "x.opreplay"
-    with replayfmt.capture(path) as recorder:
-        kept = [work(3)]
-        next(recorder._core.buffer.next_storage)  # as if an exception had struck between id and row
-        kept.append(work(3))
-    reader = open_capture(path)
-    assert reader.summary.storages > 0
-    empty = [
-        i
-        for i in range(1, reader.summary.storages + 1)
-        if reader.storage(i).bytes == 0 and reader.storage(i).origin is not StorageOrigin.payload
-    ]
-    assert len(empty) == 1
 
 
 def test_definitions_of_dead_storages_are_forgotten(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from ..content.coverage import ByteRegion
 from ..content.first_content import UNREADABLE, FirstContent, FirstContents
 from ..content.storage_content import content_beside, content_number, is_synthesized, sample
 from ..special_values import Handles
-from ..stream.buffer import RecordBuffer, pack_storage
 from ..stream.records import MetaParams, Records, TensorMetas, Unrepresentable
 from ..stream.session import Entry, Session, pack_definition
 from .trackers import (
@@ -53,7 +52,6 @@ class Storages:
 
     def __init__(
         self,
-        buffer: RecordBuffer,
         records: Records,
         metas: TensorMetas,
         contents: FirstContents,
@@ -62,7 +60,6 @@ class Storages:
         *,
         audit: bool,
     ) -> None:
-        self._buffer = buffer
         self._session = session
         self._records = records
         self._metas = metas
@@ -131,8 +128,7 @@ class Storages:
         payload: int,
         readable: bool,
     ) -> Tracker:
-        number = next(self._buffer.next_storage)
-        self._buffer.new_storages.append(pack_storage(number, length, self._records.device(device), origin, payload))
+        number = self._session.add_storage(length, self._records.device(device), int(origin), payload)
         entry = self._session.track(storage._cdata, number, length)
         tracker = self.live[number] = self._track(storage, entry, number, length)
         self._memory.add(tracker)
@@ -240,13 +236,11 @@ class Storages:
         if dense is None or not self._contents.embeds(dense[1] - dense[0]):
             return None
         content = self._contents.embedded(host_view(storage)[dense[0] : dense[1]])
-        number, tensor_id = next(self._buffer.next_storage), next(self._buffer.next_tensor)
         device = self._records.device(storage.device)
-        self._buffer.new_storages.append(pack_storage(number, dense[1] - dense[0], device, content.origin, content.id))
+        number = self._session.add_storage(dense[1] - dense[0], device, int(content.origin), content.id)
         self._copies.append(number)
-        self._buffer.definitions.append(pack_definition(tensor_id, number, 0, meta))
         self._records.storage_import(number, content, 0, "first_use")
-        return tensor_id
+        return self._session.define_tensor(number, 0, meta)
 
     def _note_content(self, tracker: Tracker, content: FirstContent) -> None:
         """Remember what is needed of imported content."""
@@ -370,7 +364,7 @@ class Storages:
     def _define_again(self, tracker: Tracker) -> None:
         """Record its tensors' definitions again: they may have been lost with the row that was to hold them."""
         for meta, offset, number in tracker.entry.views():
-            self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
+            self._session.definitions.append(pack_definition(number, tracker.id, offset, meta))
 
     def use(
         self,

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import threading
 from array import array
-from struct import Struct
 
 import numpy as np
 
-from replayfmt.format.codes import UNKNOWN_NS, Layout, StorageOrigin
+from replayfmt.format.codes import UNKNOWN_NS, Layout
 from replayfmt.format.output import Uninterrupted
 from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
@@ -22,8 +21,6 @@ RELEASES = 1 << 33
 _META_HEAD = 3  # words before the sizes in a row of metadata
 _FRAME_WORDS = 1 << 20  # a frame is also ended when this many words are waiting
 
-pack_storage = Struct("<5q").pack  # storage id, bytes, device id, origin, payload id
-
 
 class RecordBuffer:
     """Records on their way to the writer. `lock` guards the writer; whoever calls the writer holds it."""
@@ -33,21 +30,17 @@ class RecordBuffer:
         self.writer = writer
         self.lock = lock
         self.chunk_records = chunk_records
-        self.rows, self.new_storages, self.definitions = session.rows, session.new_storages, session.definitions
-        self.metas = session.new_metas
-        self.next_storage, self.next_tensor = session.next_storage, session.next_tensor
+        self.rows = session.rows
         self.appended = 0  # records of the complete path: all records, if there is no other path
         self._first_storage = 1
         self._slots = tuple(array("q", [0]) for _ in range(3))  # by signature id: tensors, ints, floats
-        self._entering = array("q", [0])  # by signature id: whether its records let a storage's content enter
         self._contexts = array("q")  # by context id: thread, scope, placement
-        self._later_storages = np.zeros((0, 5), np.int64)  # that arrived out of order
         self._live_definitions = np.zeros((0, 4), np.int64)  # tensor definitions, by tensor id
 
-    def note_signature(self, number: int, tensors: int, ints: int, floats: int, enters: bool) -> None:
-        """How many slots records of a new signature have; `enters`: the first int is a storage whose content enters."""
+    def note_signature(self, number: int, *slots: int) -> None:
+        """How many slots records of a new signature have for tensors, ints and floats."""
         with Uninterrupted():  # all columns, or none
-            for column, count in zip((*self._slots, self._entering), (tensors, ints, floats, int(enters)), strict=True):
+            for column, count in zip(self._slots, slots, strict=True):
                 column.extend([0] * (number + 1 - len(column)))
                 column[number] = count
 
@@ -84,23 +77,16 @@ class RecordBuffer:
     def _flush_frame(self) -> int:
         """Write one frame; how many rows it took."""
         count = min(len(self.rows), self.chunk_records)
-        batch = RowBatch(self.rows.first(count), self._slots, self._entering)
+        batch = RowBatch(self.rows.first(count), self._slots)
         self._define()
         self._define_metas()
-        # Of all storages up to this one the rows are there, too, or their ids were lost.
-        newest = max(batch.newest_storage, int(self._live_definitions[:, 1].max(initial=0)))
-        storages = self._take_new_storages()
-        in_turn = int(np.count_nonzero(storages[:, 0] == np.arange(len(storages)) + self._first_storage))
-        if newest >= self._first_storage + in_turn:
-            # An exception from a signal handler came between taking an id and appending the row: the id is unused.
-            storages, in_turn = _fill_gaps(storages, self._first_storage, newest)
+        storages = _take(self._session.new_storages, 5)  # all that the rows and definitions refer to are among them
         self.rows.drop(batch.rows)
         definitions = self._live_definitions
         if len(batch.released):
             self._live_definitions = definitions[~np.isin(definitions[:, 1], batch.released)]
         first = self._first_storage
-        self._first_storage += in_turn
-        storages, self._later_storages = storages[:in_turn], storages[in_turn:]
+        self._first_storage += len(storages)
         threads, scopes, placements = np.frombuffer(self._contexts, np.int64).reshape(-1, 3)[batch.context].T
         self.writer.records(
             RecordColumns(
@@ -124,14 +110,10 @@ class RecordBuffer:
         )
         return batch.rows
 
-    def _take_new_storages(self) -> np.ndarray:
-        """All known storages that are not written yet, by id."""
-        storages = np.concatenate((self._later_storages, _take(self.new_storages, 5)))
-        return storages[np.argsort(storages[:, 0], kind="stable")]
-
     def _define_metas(self) -> None:
         """Define the metadata that was numbered since the last time."""
-        words, ends = (np.frombuffer(part, np.int64) for part in self.metas.first(len(self.metas)))
+        metas = self._session.new_metas
+        words, ends = (np.frombuffer(part, np.int64) for part in metas.first(len(metas)))
         if len(ends):
             begins = np.concatenate(([0], ends[:-1]))
             rank = (ends - begins - _META_HEAD) // 2
@@ -145,11 +127,11 @@ class RecordBuffer:
                 meta_sizes=words[_spans(shape, rank)],
                 meta_strides=words[_spans(shape + rank, rank)],
             )
-            self.metas.drop(len(ends))
+            metas.drop(len(ends))
 
     def _define(self) -> None:
         """Add the new definitions to the known ones, in order of tensor ids."""
-        definitions = np.concatenate((self._live_definitions, _take(self.definitions, 4)))
+        definitions = np.concatenate((self._live_definitions, _take(self._session.definitions, 4)))
         definitions = definitions[np.argsort(definitions[:, 0], kind="stable")]
         if len(definitions) > 1:
             definitions = definitions[np.concatenate((definitions[1:, 0] != definitions[:-1, 0], [True]))]
@@ -159,7 +141,7 @@ class RecordBuffer:
 class RowBatch:
     """Rows split into the columns of a frame."""
 
-    def __init__(self, rows: tuple[bytes, bytes], slots: tuple[array[int], ...], entering: array[int]) -> None:
+    def __init__(self, rows: tuple[bytes, bytes], slots: tuple[array[int], ...]) -> None:
         """Takes the rows (see `RowList.first`), or the first of them if they are too long for one frame; `rows` says
         how many it took."""
         words, ends = (np.frombuffer(part, np.int64) for part in rows)
@@ -167,7 +149,6 @@ class RowBatch:
             ends = ends[: max(1, int(np.searchsorted(ends, _FRAME_WORDS)))]
             words = words[: ends[-1]]
         self.rows = len(ends)
-        self.newest_storage = 0  # the largest storage id in the rows, apart from ops' arguments
         begins = np.concatenate(([0], ends[:-1]))
         lengths = ends - begins
         head = words[begins]
@@ -188,12 +169,6 @@ class RowBatch:
         self.start_ns = np.repeat(words[begins + 2], records)
         self.duration_ns = np.repeat(words[begins + 3], records)
         self.released = words[_spans(slots_begin[released], records[released])]
-        self._note_newest(self.released)
-        self._note_newest(words[ints_begin[_column(entering)[kind] != 0]])
-
-    def _note_newest(self, storages: np.ndarray) -> None:
-        if len(storages):
-            self.newest_storage = max(self.newest_storage, int(storages.max()))
 
 
 def _column(values: array[int] | array[float], dtype: type = np.int64) -> np.ndarray:
@@ -214,19 +189,6 @@ def _spans(first: np.ndarray, count: np.ndarray) -> np.ndarray:
     ends = np.cumsum(count)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(first - (ends - count), count) + np.arange(total)
-
-
-def _fill_gaps(storages: np.ndarray, first: int, newest: int) -> tuple[np.ndarray, int]:
-    """The storages up to `newest`, with empty ones for missing ids, followed by the others; and how many the former
-    are."""
-    count = newest - first + 1
-    near = storages[storages[:, 0] <= newest]
-    filled = np.zeros((count, 5), np.int64)
-    filled[:] = near[0] if len(near) else storages[0] if len(storages) else (0, 0, 1, StorageOrigin.op, 0)
-    filled[:, 0] = np.arange(first, newest + 1)
-    filled[:, 1], filled[:, 3], filled[:, 4] = 0, StorageOrigin.op, 0
-    filled[near[:, 0] - first] = near
-    return np.concatenate((filled, storages[storages[:, 0] > newest])), count
 
 
 PERIOD_NS = 100_000_000  # the recorder's thread writes if nobody has for so long: what a killed process loses

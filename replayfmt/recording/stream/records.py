@@ -105,8 +105,7 @@ class Records:
             with self._lock, Uninterrupted():
                 signature = make()
                 number = self._writer.signature(signature)
-                enters = signature.kind is RecordKind.storage_import
-                self._buffer.note_signature(number, *SlotLayout(signature).slots, enters)
+                self._buffer.note_signature(number, *SlotLayout(signature).slots)
                 self._signatures[key] = number
         return number
 

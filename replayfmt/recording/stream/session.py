@@ -23,6 +23,7 @@ import xxhash
 HEAD_WORDS = 4  # signature, context, start, duration
 FLAG_BITS = 48  # where the flags of metadata are in its kind: native/looks.h
 
+_pack_storage = Struct("<5q").pack  # storage id, bytes, device id, origin, payload id
 pack_definition = Struct("<4q").pack  # tensor id, storage id, offset, meta id
 
 _packs: dict[tuple[int, int], Callable[..., bytes]] = {}
@@ -42,7 +43,9 @@ def now_ns() -> int:
 
 
 class RowList(list[bytes]):
-    """Rows of one kind, waiting to be written."""
+    """Rows of one kind, waiting to be written. `dropped`: how many have been."""
+
+    dropped = 0
 
     def first(self, count: int) -> tuple[bytes, bytes]:
         """The words of the first rows, and where each row ends, in words: 64-bit integers."""
@@ -52,6 +55,7 @@ class RowList(list[bytes]):
 
     def drop(self, count: int) -> None:
         del self[:count]
+        self.dropped += count
 
 
 class Flushing:
@@ -98,9 +102,7 @@ class Entry:
         """The tensor id of a view; a new one, which is defined, if it has none yet."""
         number = self._views.get((meta, offset))
         if number is None:
-            number = next(self._session.next_tensor)
-            self._session.definitions.append(pack_definition(number, self._storage, offset, meta))
-            self._views[meta, offset] = number
+            number = self._views[meta, offset] = self._session.define_tensor(self._storage, offset, meta)
         return number
 
     def views(self) -> list[tuple[int, int, int]]:
@@ -154,12 +156,24 @@ class Session:
     def __init__(self) -> None:
         self.rows, self.new_storages, self.definitions = RowList(), RowList(), RowList()
         self.new_metas = RowList()  # in order of their ids: codes of dtype and device, kind, sizes, strides
-        self.next_storage, self.next_tensor = itertools.count(1), itertools.count(1)
+        self._next_tensor = itertools.count(1)
         self.flushing = Flushing()
         self._metas: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []  # by id, from 1 on
         self._grad_mode = True
 
     # -------------------------------------------------------------------------------------------------------- storages
+
+    def add_storage(self, length: int, device_id: int, origin: int, payload: int) -> int:
+        """A new storage's id. Ids are those of the rows, in turn: no exception comes between them."""
+        number = self.new_storages.dropped + len(self.new_storages) + 1
+        self.new_storages.append(_pack_storage(number, length, device_id, origin, payload))
+        return number
+
+    def define_tensor(self, storage: int, offset: int, meta: int) -> int:
+        """A new tensor's id."""
+        number = next(self._next_tensor)
+        self.definitions.append(pack_definition(number, storage, offset, meta))
+        return number
 
     def track(self, address: int, number: int, length: int) -> Entry:
         """A storage that a tracker knows from now on: its address (`_cdata`), id and bytes. Uses take the complete path
