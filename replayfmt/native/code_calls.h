@@ -77,22 +77,22 @@ struct GivenTensor {
   c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
 };
 
-// Whether Python may have something to say of a storage: it has met it, or it was born here.
-inline bool may_be_known(Session& session, c10::StorageImpl* impl) {
-  if (impl->pyobj_slot()->load_pyobj()) {
-    return true;
-  }
-  std::lock_guard<std::mutex> lock(session.mutex);
-  return session.storage_of(impl) != nullptr;
-}
-
 // The memory of a tensor may have been written unseen.
 inline void mark_written(const NotedRegion& region, PyObject* tensor) {
   Session& session = *region.session;
   c10::StorageImpl* impl = storage_impl(THPVariable_Unpack(tensor));
-  if (may_be_known(session, impl) && !session.is_marked(impl) &&
-      py::cast<bool>(checked(PyObject_CallOneArg(region.mark.ptr(), tensor)))) {
-    session.note_marked(impl);
+  {
+    std::lock_guard<std::mutex> lock(session.mutex);
+    const Storage* storage = session.storage_of(impl);
+    if (!storage || storage->marked) {
+      return;
+    }
+  }
+  if (py::cast<bool>(checked(PyObject_CallOneArg(region.mark.ptr(), tensor)))) {
+    std::lock_guard<std::mutex> lock(session.mutex);
+    if (Storage* storage = session.storage_of(impl)) {
+      storage->marked = true;
+    }
   }
 }
 

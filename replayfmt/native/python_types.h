@@ -60,7 +60,7 @@ inline py::object python_types() {
       .def("offer", &Entry::offer)
       .def("withdraw", &Entry::withdraw)
       .def("forget", &Entry::forget)
-      .def("forget_marked", &Entry::forget_marked)
+      .def("unmark", &Entry::unmark)
       .def_property("content", &Entry::content, &Entry::set_content);
   py::class_<Session, std::shared_ptr<Session>>(scope, "Session", py::module_local())
       .def(py::init<int64_t, size_t, bool>())

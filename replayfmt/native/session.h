@@ -126,6 +126,7 @@ struct Storage {
   bool new_views = true;   // it may be seen in other ways than so far
   bool unwritten = false;  // nothing was written to it: it may be filled, and nothing else
   bool generated = false;  // generated code allocated it
+  bool marked = false;     // Python knows that it may have been written unseen, until it imports it again
   std::string sampled;     // of unwritten host memory: some of its bytes, as they were when it was handed out
   std::optional<uint64_t> content;  // it is watched, and this was its content's hash when recorded work last wrote it
   Views views;
@@ -467,7 +468,6 @@ class Session {
   // Python has a tracker of a storage now, and looks after each use until it says otherwise.
   void track(c10::StorageImpl* impl, int64_t id, int64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex);
-    marked_.erase(impl);
     storages.erase(impl);  // it may have been another one to Python
     add(impl, id, bytes, true);
   }
@@ -484,7 +484,6 @@ class Session {
     if (!found) {
       return std::nullopt;
     }
-    marked_.erase(impl);
     found->adopted = true;
     found->careful = found->careful || found->unwritten;
     return Adopted{found->id, found->bytes, std::exchange(found->unwritten, false), found->generated,
@@ -534,50 +533,25 @@ class Session {
   std::vector<int64_t> take_dead() {
     std::vector<int64_t> ids;
     born = 0;
-    std::erase_if(marked_, [](const auto& each) { return each.second.expired(); });
-    const auto forget_dead = [&](const void* address) {
-      const Storage* storage = storages.find(address);
-      if (storage && !storage->impl.expired()) {
-        return false;
-      }
-      if (storage && !storage->adopted) {
-        ids.push_back(storage->id);
-      }
-      storages.erase(address);
-      return true;
-    };
     size_t kept = 0, placed = 0;
     for (size_t index = 0; index < young_.size(); index++) {
       const void* address = young_[index];
-      if (!forget_dead(address) && !storages.find(address)->adopted) {
+      const Storage* storage = storages.find(address);
+      if (!storage || storage->adopted) {
+        continue;
+      }
+      if (storage->impl.expired()) {
+        ids.push_back(storage->id);
+        storages.erase(address);
+      } else {
         placed += index < placed_;
         young_[kept++] = address;
       }
     }
     young_.resize(kept);
     placed_ = placed;
-    if (storages.size() >= enough_) {  // Python tells of the others: they are only in the way
-      std::vector<const void*> all;
-      storages.each([&all](const void* address, const Storage&) { all.push_back(address); });
-      std::for_each(all.begin(), all.end(), forget_dead);
-      enough_ = std::max<size_t>(256, 2 * storages.size());
-    }
     std::sort(ids.begin(), ids.end());
     return ids;
-  }
-
-  // Python knows that a storage may have been written unseen, until it says otherwise.
-  void note_marked(c10::StorageImpl* impl) {
-    std::lock_guard<std::mutex> lock(mutex);
-    marked_.emplace(impl, weak(impl));
-  }
-  bool is_marked(c10::StorageImpl* impl) {
-    std::lock_guard<std::mutex> lock(mutex);
-    return marked_.count(impl) != 0;
-  }
-  void forget_marked(c10::StorageImpl* impl) {
-    std::lock_guard<std::mutex> lock(mutex);
-    marked_.erase(impl);
   }
 
   void clear() {
@@ -592,24 +566,20 @@ class Session {
     metas.clear();
     metas_by_id.assign(1, nullptr);
     kinds_.clear();
-    marked_.clear();
   }
 
  private:
   int64_t storage_ids_ = 0, tensor_ids_ = 0;  // the last ones given
-  using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
-  std::unordered_map<const c10::StorageImpl*, WeakStorage> marked_;
   using Alive = std::vector<c10::intrusive_ptr<c10::StorageImpl>>;
   std::vector<const void*> young_;  // addresses of the storages that were born here, and of some that are gone
   HostRanges ranges_;               // where those lie that were there at the last look,
   size_t placed_ = 0;               // which are the first so many
-  size_t enough_ = 256;             // with so many storages, all are looked at
   std::unordered_map<int64_t, std::pair<int64_t, int64_t>> kinds_;  // codes of dtype and device in the file, by kind
   std::array<const Metas::value_type*, 64> recent_metas_{};  // found last, by what is seen of them at a glance
 
-  static WeakStorage weak(c10::StorageImpl* impl) {
+  static c10::weak_intrusive_ptr<c10::StorageImpl> weak(c10::StorageImpl* impl) {
     c10::raw::weak_intrusive_ptr::incref(impl);
-    return WeakStorage::reclaim(impl);
+    return c10::weak_intrusive_ptr<c10::StorageImpl>::reclaim(impl);
   }
   // With the mutex held.
   const Metas::value_type& add_meta(Words words, int64_t dtype_code, int64_t device_id) {
@@ -695,7 +665,9 @@ class Entry {
     }
   }
   // It was imported again: what was written unseen until then does not matter any more.
-  void forget_marked() const { session_->forget_marked(impl_); }
+  void unmark() const {
+    with([](Storage& known) { known.marked = false; });
+  }
 
   // The hash of its content when recorded work last wrote it, where it is watched.
   std::optional<uint64_t> content() const {

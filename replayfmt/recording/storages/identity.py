@@ -534,7 +534,7 @@ class Storages:
         self._note_content(tracker, content)
         state.outside = state.unexplained = None
         state.arbitrary = reason in _AS_IT_IS
-        tracker.entry.forget_marked()
+        tracker.entry.unmark()
         state.coverage = None
         self.synchronize(tracker, storage, before)
         tracker.settle()
@@ -652,6 +652,8 @@ class Storages:
         """Record the storages released since the last call; those that Python does not know only if it is time to look
         for them, or if `all_of_them` are to be recorded."""
         dead = [self.dead.popleft() for _ in range(len(self.dead))]
+        for tracker in dead:
+            tracker.entry.forget()
         ids = [tracker.id for tracker in dead if tracker.state is None or self._forget(tracker)]
         if all_of_them or self._session.drains():
             ids += self._session.dead()

@@ -131,7 +131,7 @@ class Entry:
     def forget(self) -> None:
         """Nothing of it is known any more."""
 
-    def forget_marked(self) -> None:
+    def unmark(self) -> None:
         """It was imported again: what was written unseen until then does not matter any more."""
 
 
