@@ -292,13 +292,18 @@ class RecordingMode(TorchDispatchMode):
             assert kernel.parts is not None
             return self.run_inside(kernel.parts, (bool(core.attempt(kernel.parts.unmasks)), *args), kwargs)
         result = kernel.call(*args, **kwargs)
+        core.attempt(self.note_special, kernel, args)
+        return result
+
+    def note_special(self, kernel: CapturedKernel, args: tuple[Any, ...]) -> None:
+        """A call that is no op in the capture returned: note what it says of others, if anything."""
+        core = self.core
         if kernel.action is Action.scope_enter:
             core.scope_begin(str(args[0]), user=False, token="record_function")
         elif kernel.action is Action.scope_exit:
             core.attempt(self._leave_function)
         elif kernel.action is Action.stream_use:
             core.stream_used(*args)
-        return result
 
     def _collective(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         launch = self.core.before_collective(kernel, args, kwargs)

@@ -124,12 +124,8 @@ class NativeMode(ObservingMode):
             core.after_collective(begun.launch, result)
         elif begun.problem is not None:
             core.unsupported_op(begun.kernel, begun.args, begun.kwargs, begun.problem)
-        elif begun.kernel.action is Action.scope_enter:
-            core.scope_begin(str(begun.args[0]), user=False, token="record_function")
-        elif begun.kernel.action is Action.scope_exit:
-            core.attempt(self._leave_function)
-        elif begun.kernel.action is Action.stream_use:
-            core.stream_used(*begun.args)
+        else:
+            self.note_special(begun.kernel, begun.args)
         return signature
 
     @_outermost
