@@ -330,14 +330,13 @@ class _Params(dict[int, MetaParams]):
         return params
 
 
-class TensorMetas:
+class TensorMetas(dict[Key, int]):
     """Meta ids by content. `params` is indexed by meta id."""
 
     def __init__(self, records: Records, session: Session) -> None:
         """`session` numbers them."""
         self._session = session
         self._records = records
-        self.ids: dict[Key, int] = {}
         self.params = _Params(session)
 
     def of(self, tensor: torch.Tensor, zero: bool = False) -> int:
@@ -346,25 +345,22 @@ class TensorMetas:
         neg = is_neg(tensor)
         flags = (TensorFlag.conj if conj else 0) | (TensorFlag.neg if neg else 0) | (TensorFlag.zero if zero else 0)
         key = (dtype_of(tensor), shape_of(tensor), stride_of(tensor), device_of(tensor), int(flags))
-        number = self.ids.get(key)
-        return self._add(key) if number is None else number
+        return self[key]
 
     def once(self, meta: int, device: torch.device) -> int:
         """The meta id of an expanded view's elements, each once: repeated dimensions have size 1."""
         params = self.params[meta]
         sizes = [size if stride else min(size, 1) for size, stride in zip(params.sizes, params.strides, strict=True)]
         key = (params.dtype, torch.Size(sizes), params.strides, device, int(params.flags))
-        number = self.ids.get(key)
-        return self._add(key) if number is None else number
+        return self[key]
 
     def row(self, dtype: torch.dtype, elements: int, device: torch.device) -> int:
         """The meta id of so many elements side by side."""
         key = (dtype, torch.Size((elements,)), (1,), device, 0)
-        number = self.ids.get(key)
-        return self._add(key) if number is None else number
+        return self[key]
 
-    def _add(self, key: Key) -> int:
+    def __missing__(self, key: Key) -> int:
         dtype, sizes, strides, device, bits = key
         code, device_id = DTYPE_CODE[dtype], self._records.device(device)
-        number = self.ids[key] = self._session.define_meta(dtype, device, bits, sizes, strides, int(code), device_id)
+        number = self[key] = self._session.define_meta(dtype, device, bits, sizes, strides, int(code), device_id)
         return number

@@ -159,6 +159,7 @@ class Session:
         self._next_tensor = itertools.count(1)
         self.flushing = Flushing()
         self._metas: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []  # by id, from 1 on
+        self._meta_ids: dict[tuple[int, ...], int] = {}
         self._grad_mode = True
 
     # -------------------------------------------------------------------------------------------------------- storages
@@ -234,11 +235,13 @@ class Session:
         dtype_code: int,
         device_id: int,
     ) -> int:
-        """The id of metadata that is not known yet. `dtype_code`, `device_id`: the file's for its dtype and device."""
+        """The id of metadata. `dtype_code`, `device_id`: the file's for its dtype and device."""
         words = (dtype_code, device_id, flags << FLAG_BITS, *sizes, *strides)
-        self.new_metas.append(Struct(f"<{len(words)}q").pack(*words))
-        self._metas.append((dtype, tuple(sizes), tuple(strides), flags))
-        return len(self._metas)
+        number = self._meta_ids.setdefault(words, len(self._metas) + 1)
+        if number > len(self._metas):
+            self._metas.append((dtype, tuple(sizes), tuple(strides), flags))
+            self.new_metas.append(Struct(f"<{len(words)}q").pack(*words))
+        return number
 
     def meta(self, number: int) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]:
         """Dtype, sizes, strides and flags of metadata."""
