@@ -393,7 +393,7 @@ class Session {
     turns.wait(lock);
   }
 
-  // The grad mode that the stream states at first, or where Python states it: the calling thread's.
+  // The grad mode that the stream states: at first, and where Python states the calling thread's.
   void begin_grad_mode(bool enabled) {
     std::lock_guard<std::mutex> lock(mutex);
     grad_mode.begin(enabled);

@@ -522,7 +522,7 @@ class CaptureSession:
     @_attempted
     def flush_if_due(self) -> None:
         """Called after every op: record releases, and write a frame if one is full."""
-        if len(self.storages.dead) >= RELEASE_BATCH or self.session.drains():
+        if len(self.storages.dead) >= RELEASE_BATCH or self.session.drains:
             with self.lock:
                 self.storages.drain(all_of_them=False)
         waiting = len(self.buffer.rows)

@@ -86,10 +86,8 @@ class Storages:
 
     def tracker_of(self, storage: torch.UntypedStorage) -> Tracker | None:
         tracker: Tracker | None = getattr(storage, ATTRIBUTE, None)
-        return self._adopt(storage) if tracker is None else tracker
-
-    def _adopt(self, storage: torch.UntypedStorage) -> Tracker | None:
-        """The tracker of a storage that was created on the hot path."""
+        if tracker is not None:
+            return tracker
         found = self._session.adopt(storage._cdata)
         if found is None:
             return None
@@ -655,7 +653,7 @@ class Storages:
         for tracker in dead:
             tracker.entry.forget()
         ids = [tracker.id for tracker in dead if tracker.state is None or self._forget(tracker)]
-        if all_of_them or self._session.drains():
+        if all_of_them or self._session.drains:
             ids += self._session.dead()
         for number in ids:
             self.live.pop(number, None)

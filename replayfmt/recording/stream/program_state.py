@@ -108,7 +108,7 @@ class NumericState:
         """`session` knows the grad mode that the stream states."""
         self._records = records
         self._session = session
-        session.begin_grad_mode(torch.is_grad_enabled())
+        session.grad_mode = torch.is_grad_enabled()
         self.stated: dict[str, Any] = read_settings()
         self._watches: dict[str, tuple[int, ...]] = {}  # watched_indices of the kernels seen
         self._unchanged_in: dict[bool, Callable[[], bool]] = {}  # in each grad mode, whether nothing else has changed
@@ -163,7 +163,7 @@ class NumericState:
 
     def _grad_mode(self) -> bool:
         """The one that the stream states."""
-        mode = self.stated["grad_enabled"] = self._session.stated_grad_mode()
+        mode = self.stated["grad_enabled"] = self._session.grad_mode
         return mode
 
     def check_autocast(self, now: dict[str, str]) -> None:

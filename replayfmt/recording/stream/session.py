@@ -8,6 +8,7 @@ capture starts, and nobody asks later. What is there for such calls alone does n
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -37,9 +38,8 @@ def packer(words: int, floats: int) -> Callable[..., bytes]:
     return pack
 
 
-def now_ns() -> int:
-    """What a program puts in the place of time.perf_counter_ns may stand still."""
-    return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+# What a program puts in the place of time.perf_counter_ns may stand still.
+now_ns = functools.partial(time.clock_gettime_ns, time.CLOCK_MONOTONIC)
 
 
 class RowList(list[bytes]):
@@ -152,6 +152,8 @@ class Session:
     hot = False  # whether calls may be recorded without Python, where that is possible
     release_head = 0  # the first word of rows that tell the death of storages
     watches = False  # whether it compares the content of watched storages itself
+    drains = False  # whether it is time to look for dead storages that were created on the hot path
+    grad_mode = True  # the one that the stream states
 
     def __init__(self) -> None:
         self.rows, self.new_storages, self.definitions = RowList(), RowList(), RowList()
@@ -160,7 +162,6 @@ class Session:
         self.flushing = Flushing()
         self._metas: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []  # by id, from 1 on
         self._meta_ids: dict[tuple[int, ...], int] = {}
-        self._grad_mode = True
 
     # -------------------------------------------------------------------------------------------------------- storages
 
@@ -194,10 +195,6 @@ class Session:
     def overlapping(self, begin: int, end: int) -> list[torch.UntypedStorage]:
         """Those of them that hold any of these bytes of host memory."""
         return []
-
-    def drains(self) -> bool:
-        """Whether it is time to look for those that died."""
-        return False
 
     def dead(self) -> list[int]:
         """The ids of those that died since the last time."""
@@ -254,18 +251,10 @@ class Session:
         self.rows.append(row)
         return 1
 
-    def begin_grad_mode(self, enabled: bool) -> None:
-        """The one that the stream states at first."""
-        self._grad_mode = enabled
-
-    def stated_grad_mode(self) -> bool:
-        """The one that the stream states."""
-        return self._grad_mode
-
     def state_grad_mode(self, signatures: Sequence[int], context: int, now: int) -> int:
         """State the calling thread's. `signatures`: of the records that state each. Returns how many rows that took."""
-        self._grad_mode = torch.is_grad_enabled()
-        self.rows.append(packer(0, 0)(signatures[self._grad_mode], context, now, 0))
+        self.grad_mode = torch.is_grad_enabled()
+        self.rows.append(packer(0, 0)(signatures[self.grad_mode], context, now, 0))
         return 1
 
     def settle(self) -> None:
