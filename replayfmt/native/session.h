@@ -477,11 +477,11 @@ class Session {
     std::string sampled;
   };
   // Python has a tracker of a storage that was born here from now on, and looks after each use where nothing was written to
-  // it. None where it is not known.
+  // it. None where it is not known, or Python had one: an exception may have come between, and then it enters as a new one.
   std::optional<Adopted> adopt(c10::StorageImpl* impl) {
     std::lock_guard<std::mutex> lock(mutex);
     Storage* found = storage_of(impl);
-    if (!found) {
+    if (!found || found->adopted) {
       return std::nullopt;
     }
     found->adopted = true;
