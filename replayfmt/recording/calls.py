@@ -434,6 +434,7 @@ class CallRecorder:
             tracker = storages.produced(storage, uninitialized=call.kernel.operator.empty and not _fills_empty())
             if index in call.kernel.opaque_results or self._handles.stands_for(storage):
                 storages.state(tracker).opaque = True
+            storages.synchronize(tracker, storage)
         meta, number = self._view(tracker, tensor, zero)
         return TensorUse(index, tensor, storage, tracker, number, meta)
 
