@@ -213,4 +213,5 @@ def test_marlin_with_quantized_factors_is_refused() -> None:
     }
     given |= {"size_k": 32, "b_type_id": _UINT4B8}
     assert "a_scales" in refusal("_C::marlin_gemm", **given, a_scales=torch.ones(3))
+    assert "global_scale" in refusal("_C::marlin_gemm", **given | {"global_scale": torch.ones(1)})  # NVFP4
     assert "weights of the type 770" in refusal("_C::marlin_gemm", **given | {"b_type_id": 0x302})

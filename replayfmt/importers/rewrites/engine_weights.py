@@ -143,7 +143,7 @@ def _marlin_columns(calls: RewrittenCalls, lines: Tensor, *, single: bool) -> Te
 
 def _marlin(calls: RewrittenCalls, given: Given, dtype: DType) -> Tensor:
     """The whole weight [rows, columns], or that of each expert."""
-    plain("a product", given, a_scales=(None,), is_zp_float=(None, False))
+    plain("a product", given, a_scales=(None,), is_zp_float=(None, False), global_scale=(None,))
     kind, words, scales = _kind(given["b_type_id"]), given["b_q_weight"], given["b_scales"]
     groups, columns = scales.meta.sizes[-2:]
     rows, ahead = given["size_k"], list(words.meta.sizes[:-2])
@@ -158,11 +158,8 @@ def _marlin(calls: RewrittenCalls, given: Given, dtype: DType) -> Tensor:
     factor = 1.0
     if kind.exponent == 2:
         flat = _ordered(calls, flat, [-1, 2, 2], [0, 2, 1], list(flat.meta.sizes))
-        if flat.meta.dtype is DType.float8_e4m3fn:  # NVFP4: without a sign, with one more bit for the exponent
-            bits = calls.cast(calls.one("aten::view.dtype", self=flat, dtype=DType.uint8), DType.int16)
-            bits = calls.one("aten::mul.Scalar", self=bits, other=128)
-            flat = calls.one("aten::view.dtype", self=bits, dtype=DType.float16)
-            factor = 2.0 ** (-7 - (7 if dtype is DType.float16 else 119))
+        if flat.meta.dtype is DType.float8_e4m3fn:
+            raise CannotRewrite("a product with NVFP4's scales")
     flat = calls.single(_marlin_columns(calls, flat, single=single))
     order = given.get("g_idx") if (given.get("g_idx") is not None and given["g_idx"].meta.sizes[-1]) else None
     if order is not None and ahead:
@@ -186,12 +183,7 @@ def _marlin(calls: RewrittenCalls, given: Given, dtype: DType) -> Tensor:
     if factor != 1.0:
         weight = calls.one("aten::mul.Scalar", self=weight, other=factor)
     sizes = [*ahead, rows, columns]
-    weight = calls.one("aten::reshape", self=weight, shape=sizes)
-    if given.get("global_scale") is not None and kind.exponent == 2:
-        more = given["global_scale"]
-        more = calls.one("aten::view", self=more, size=[*more.meta.sizes, 1, 1]) if ahead else more
-        weight = calls.times(weight, more)
-    return calls.cast(weight, dtype)
+    return calls.cast(calls.one("aten::reshape", self=weight, shape=sizes), dtype)
 
 
 def _marlin_bias(calls: RewrittenCalls, bias: Tensor) -> Tensor:
