@@ -473,6 +473,10 @@ def cli(
     check_reconcile(context, replay_scope)
     if values["processes"] > 1:
         refuse(context, _NOT_IN_PROCESSES, "does not go with --processes")
+        if os.path.isdir(capture) or os.environ.get("WORLD_SIZE", "1") != "1":
+            raise UsageError(
+                "--processes does not go with torchrun and the folder of all ranks; give it one file, alone"
+            )
     against = BaselineFlags.of(values["baseline"], values["fail_above"], values["noise_floor"])
     if os.path.isdir(capture):
         if per_op is not None:
@@ -542,7 +546,7 @@ def cli(
 # What each of several processes measures by.
 _OF_EACH_PROCESS = (
     *("replay_scope", "benchmark_min_time", "benchmark_precision", "benchmark_max_time", "benchmark_warmup", "inputs"),
-    *("per_op", "op_filter", "op_limit", "op_instances", "group_by", "stop_on_error"),
+    *("per_op", "op_filter", "op_limit", "op_instances", "group_by", "stop_on_error", "collectives"),
 )
 
 
@@ -562,7 +566,8 @@ def _in_processes(
 
     values = context.params
     arguments = ["--benchmark-format=json", *flags.arguments()]
-    arguments += [f"--threads={count}" for name, count in replayed_settings({}).items() if name == "num_threads"]
+    threads = replayed_settings({}).get("num_threads")
+    arguments += [] if threads is None else [f"--threads={threads}"]
     for name in _OF_EACH_PROCESS:
         if is_given(context, name):
             each = values[name] if isinstance(values[name], tuple) else (values[name],)

@@ -115,16 +115,13 @@ def others_had(share: float) -> str:
 
 
 class BackgroundLoad:
-    """How much of the processors others have between `begin` and `end`: other programs here, and (time that was stolen
-    from it) other virtual machines on the same host."""
+    """How much of the processors others have from when it is made to `end`: other programs here, and (time that was
+    stolen from it) other virtual machines on the same host."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         """`root` is where proc is."""
         self._root = root
         self._before = _processor_times(root)
-
-    def begin(self) -> None:
-        self._before = _processor_times(self._root)
 
     def end(self) -> float | None:
         """Their share of all the time that the processors had; None if the machine does not say, or too little time has

@@ -248,9 +248,9 @@ def measure(
         plan, whole_capture(plan.reader), regions, options, timed_by(plan, clock), progress or unseen, align=align
     )
     before = runner.verify("before")
-    gpus, others = GpuWatch(plan.devices), BackgroundLoad()
+    gpus = GpuWatch(plan.devices)
     gpus.begin()
-    others.begin()
+    others = BackgroundLoad()
     iterations, cut_short = runner.first_repetition()
     for _ in range(1, options.repetitions):
         runner.repetition(iterations)

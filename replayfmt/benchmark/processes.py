@@ -18,9 +18,10 @@ from replayfmt.errors import ReplayFailed
 from replayfmt.format.validation import parse_json, printable
 
 from .run_report import crowded, statistics_fields
-from .statistics import summarize
+from .statistics import possible_places, summarize
 
 Row = dict[str, Any]
+_NOUN = ("process", "processes")
 _MEANS = ("real_time", "cpu_time", "host_time", "inclusive_us")
 
 
@@ -61,8 +62,8 @@ def put_together(documents: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any]
         "failed": max(each["failed"] for each in contexts),
         "successful": min(each["successful"] for each in contexts),
     }
-    for place, row in enumerate(timed):
-        first, last = _ranks(row, timed)
+    bounds = [row["estimated_us_low"] and (row["estimated_us_low"], row["estimated_us_high"]) for row in timed]
+    for place, (row, (first, last)) in enumerate(zip(timed, possible_places(bounds), strict=True)):
         row |= {"rank": place + 1, "rank_low": first, "rank_high": last, "family_index": place}
         row["share"] = row["estimated_us"] / total if total else None
     return context, [*timed, *(row for row in rows if "estimated_us" not in row)]
@@ -75,47 +76,30 @@ def _row(rows: Sequence[Row]) -> Row:
             return row
     merged = rows[0] | {"processes": len(rows), "iterations": sum(row["iterations"] for row in rows)}
     merged["warnings"] = _said_by_all(rows)
-    merged |= {name: sum(row[name] for row in rows) / len(rows) for name in _MEANS if all(map(_has(name), rows))}
+    merged |= {name: sum(row[name] for row in rows) / len(rows) for name in _MEANS if _known(name, rows)}
     if "ops_per_second" in merged:
         merged["ops_per_second"] = merged["ops"] / merged["real_time"] * 1e9
     if "estimated_us" in merged:
-        found = summarize([row["estimated_us"] for row in rows])
+        found = summarize([row["estimated_us"] for row in rows], _NOUN)
         merged["estimated_us"] = found.median
         merged["estimated_us_low"], merged["estimated_us_high"] = (
             (None, None) if found.interval is None else (found.interval.low, found.interval.high)
         )
         merged.pop("estimated_us_low_reason", None)
         if found.interval is None:
-            merged["estimated_us_low_reason"] = _of_processes(found.reasons["interval"])
+            merged["estimated_us_low_reason"] = found.reasons["interval"]
     if "samples" in merged:
         medians = [row["median_real_time"] for row in rows]
-        fields = statistics_fields(summarize(medians))
-        merged = {name: value for name, value in merged.items() if f"{name}_reason" not in fields}
-        merged |= {key: _of_processes(value) if key.endswith("_reason") else value for key, value in fields.items()}
+        fields = statistics_fields(summarize(medians, _NOUN))
+        merged = {name: value for name, value in merged.items() if name.removesuffix("_reason") not in fields} | fields
         merged["samples"] = {"real_time": medians}
     return merged
+
+
+def _known(name: str, rows: Sequence[Row]) -> bool:
+    return all(row.get(name) is not None for row in rows)
 
 
 def _said_by_all(those: Sequence[Mapping[str, Any]]) -> list[str]:
     """Their warnings, without what each says of its own times, which are not the times here."""
     return [text for text in those[0]["warnings"] if all(text in each["warnings"] for each in those)]
-
-
-def _of_processes(reason: str) -> str:
-    return (
-        reason.replace("iteration", "process", 1)
-        if reason.startswith("one ")
-        else reason.replace("iterations", "processes")
-    )
-
-
-def _has(name: str) -> Any:
-    return lambda row: isinstance(row.get(name), int | float)
-
-
-def _ranks(row: Row, rows: Sequence[Row]) -> tuple[int, int]:
-    """The first and the last place that a row may have, by the intervals."""
-    low, high = (row[f"estimated_us_{end}"] or row["estimated_us"] for end in ("low", "high"))
-    above = sum((other["estimated_us_low"] or other["estimated_us"]) > high for other in rows)
-    not_below = sum((other["estimated_us_high"] or other["estimated_us"]) >= low for other in rows)
-    return above + 1, not_below

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -152,8 +153,10 @@ class TimeStatistics:
         return self.standard_deviation / self.mean
 
 
-def summarize(times: Sequence[float] | np.ndarray) -> TimeStatistics:
-    """Statistics over `times`. Raises ValueError for an empty sample."""
+def summarize(
+    times: Sequence[float] | np.ndarray, noun: tuple[str, str] = ("iteration", "iterations")
+) -> TimeStatistics:
+    """Statistics over `times`, each of what `noun` names (one, several). Raises ValueError for an empty sample."""
     values = np.asarray(times, dtype=np.float64)
     if values.size == 0:
         raise ValueError("statistics need at least one time")
@@ -162,16 +165,16 @@ def summarize(times: Sequence[float] | np.ndarray) -> TimeStatistics:
     if values.size > 1:
         deviation = float(values.std(ddof=1))
     else:
-        reasons["standard_deviation"] = "one iteration has no spread; two are needed"
+        reasons["standard_deviation"] = f"one {noun[0]} has no spread; two are needed"
     interval = median_interval(values)
     if interval is None:
         reasons["interval"] = (
-            f"{values.size} iterations cannot enclose the median with {CONFIDENCE:.0%} confidence; "
+            f"{values.size} {noun[1]} cannot enclose the median with {CONFIDENCE:.0%} confidence; "
             f"{SMALLEST_FOR_INTERVAL} are needed"
         )
     quartiles, outliers = _quartiles(values)
     if quartiles is None:
-        reasons["quartiles"] = f"{values.size} iterations have no quartiles; {SMALLEST_FOR_QUARTILES} are needed"
+        reasons["quartiles"] = f"{values.size} {noun[1]} have no quartiles; {SMALLEST_FOR_QUARTILES} are needed"
     return TimeStatistics(
         int(values.size),
         float(np.median(values)),
@@ -194,6 +197,14 @@ def _quartiles(values: np.ndarray) -> tuple[tuple[float, float] | None, Outliers
     reach = FENCE * (third - first)
     low, high = int((values < first - reach).sum()), int((values > third + reach).sum())
     return (first, third), Outliers(low, high)
+
+
+def possible_places(bounds: Sequence[tuple[float, float] | None]) -> list[tuple[int, int]]:
+    """For each of some times, given by its bounds, the first and the last place, from 1, that it may have among them,
+    the largest first. Unknown bounds imply nothing."""
+    known = [each or (0.0, math.inf) for each in bounds]
+    lows, highs = sorted(low for low, _high in known), sorted(high for _low, high in known)
+    return [(len(lows) - bisect_right(lows, high) + 1, len(highs) - bisect_left(highs, low)) for low, high in known]
 
 
 def why_unmeasurable(times: TimeStatistics, step_ns: float | None, *, noise: bool) -> str:

@@ -46,6 +46,19 @@ def test_ops_are_ranked_by_what_all_processes_say():
     assert context["estimated_us"] == 22.5 and sum(row["share"] for row in rows) == pytest.approx(1)
 
 
+def test_too_few_processes_for_an_interval_tell_nothing_of_the_order():
+    context, rows = put_together([document({"BM_op/a": 10.0, "BM_op/b": 1.0}, **OPS)] * 2)
+    assert [(row["rank_low"], row["rank_high"]) for row in rows] == [(1, 2), (1, 2)]
+    assert all("2 processes cannot enclose" in row["estimated_us_low_reason"] for row in rows)
+
+
+def test_what_only_one_process_was_too_short_for_has_no_reason_any_more():
+    documents = [document({"BM_replay": each}) for each in (100.0, 104.0, 98.0, 101.0, 99.0, 110.0)]
+    documents[0]["benchmarks"][0] |= {"median_confidence": None, "median_confidence_reason": "5 iterations"}
+    row = put_together(documents)[1][0]
+    assert row["median_confidence"] >= 0.95 and "median_confidence_reason" not in row
+
+
 def test_an_op_that_one_process_could_not_measure_has_no_time():
     documents = [document({"BM_op/a": 10.0}, **OPS) for _ in range(6)]
     documents[3]["benchmarks"][0] = {"name": "BM_op/a", "error_occurred": True, "error_message": "failed: why"}
@@ -76,8 +89,14 @@ def test_the_tool_measures_in_fresh_processes(tools, captured, tmp_path):
     assert "6 are needed" in row["estimated_us_low_reason"]
 
 
-def test_what_the_processes_cannot_do_is_said(tools, captured):
+def test_what_the_processes_cannot_do_is_said(tools, captured, tmp_path, monkeypatch):
     ran = tools("benchmark", "--processes=2", "--memory", captured)
     assert ran.code == 2 and "--memory does not go with --processes" in ran.err
+    ran = tools("benchmark", "--processes=2", tmp_path)  # the folder of all ranks
+    assert ran.code == 2 and "--processes does not go with" in ran.err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ran = tools("benchmark", "--processes=2", "--per-op", captured)
+    assert ran.code == 2 and "--processes does not go with" in ran.err
+    monkeypatch.delenv("WORLD_SIZE")
     ran = tools("benchmark", "--processes=2", "--replay-scope=nowhere", captured)
     assert ran.code == 1 and "a measurement in a fresh process failed: " in ran.err and "nowhere" in ran.err

@@ -384,7 +384,7 @@ class _OpMeasurement:
         self._flush = CacheFlush(plan.devices) if inputs == "cold" else None
         self._inputs = describe_inputs(inputs, self._flush, "calls")
         self._sampler = make_sampler(plan.devices, clock, self._flush)
-        self._gpus, self._load = GpuWatch(plan.devices), BackgroundLoad()
+        self._gpus = GpuWatch(plan.devices)
         self._others_share: float | None = None
         self._ops = {group.first_ordinal: MeasuredOp(group) for group in chosen.groups}
         self._ranks = ranks
@@ -407,7 +407,7 @@ class _OpMeasurement:
             self._verdicts = {each.ordinal: (each.verdict, each.reason) for each in result.verdicts or ()}
         overhead = self._overhead()
         self._gpus.begin()
-        self._load.begin()
+        load = BackgroundLoad()
         stopped = interrupted = False
         try:
             with collector_paused():
@@ -420,7 +420,7 @@ class _OpMeasurement:
         except KeyboardInterrupt:  # what was measured until now is worth reporting
             interrupted = True
         self._gpus.end()
-        self._others_share = self._load.end() if self._ranks is None else None
+        self._others_share = load.end() if self._ranks is None else None
         for ordinal, group in self._chosen.by_ordinal.items():
             self._worsen(self._ops[group.first_ordinal], *self._verdicts.get(ordinal, ("ok", "")))
         if self._ranks is not None:

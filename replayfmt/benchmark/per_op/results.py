@@ -10,7 +10,6 @@ program itself, and explains what the figures tell about the difference.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from replayfmt.format.validation import counted, printable
 from replayfmt.replay.results import Verdict, VerifyMode
 
 from ..measure import FLAG, Inputs, Measurement, Run
-from ..statistics import MinTime, Precision, TimeStatistics, call_count, duration, summarize
+from ..statistics import MinTime, Precision, TimeStatistics, call_count, duration, possible_places, summarize
 from .groups import CallWork, OpGroup, SelectedOps
 
 FAILURES = ("failed", "mismatched")
@@ -250,7 +249,9 @@ def make_rows(run: PerOpRun, by: GroupBy | None, reader: CaptureReader) -> list[
     ordered = sorted(
         rows.values(), key=lambda row: -1.0 if row.estimated_ns is None else row.estimated_ns, reverse=True
     )
-    _rank([row for row in ordered if row.members])
+    ranked = [row for row in ordered if row.members]
+    for row, places in zip(ranked, possible_places([row.bounds_ns for row in ranked]), strict=True):
+        row.ranks = places
     return ordered
 
 
@@ -282,16 +283,6 @@ def _add_inner(rows: dict[str | int, OpRow], run: PerOpRun, reader: CaptureReade
     for key, row in rows.items():
         if row.members:
             row.inner_ns = inner[key] if isinstance(key, str) else row.estimated_ns
-
-
-def _rank(rows: list[OpRow]) -> None:
-    """Set the places that each row may have; unknown bounds imply nothing."""
-    bounds = [row.bounds_ns or (0.0, float("inf")) for row in rows]
-    lows, highs = sorted(low for low, _high in bounds), sorted(high for _low, high in bounds)
-    for row, (low, high) in zip(rows, bounds, strict=True):
-        surely_larger = len(lows) - bisect_right(lows, high)
-        surely_smaller = bisect_left(highs, low)
-        row.ranks = surely_larger + 1, len(rows) - surely_smaller
 
 
 # A difference of less than this share of the whole replay needs no explanation.

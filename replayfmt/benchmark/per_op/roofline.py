@@ -200,12 +200,12 @@ class Peaks:
             for _ in range(together):
                 run()
 
-        gpus, others = GpuWatch([self.device], self.open_gpu), BackgroundLoad(self.root)
+        gpus = GpuWatch([self.device], self.open_gpu)
         several()
         gpus.begin()  # while the device is busy: an idle one has other clocks
         times: list[int] = []
         spent = 0
-        others.begin()
+        others = BackgroundLoad(self.root)
         while spent < _AT_LEAST_NS or len(times) < _AT_LEAST_RUNS:
             self._synchronize()
             began = self.clock.real()
