@@ -153,6 +153,8 @@ torch._C._set_sdp_use_mem_efficient
 torch._C._should_allow_numbers_as_tensors
 torch._C._special
 torch._C.parse_schema
+torch._compile
+torch._decomp.global_decomposition_table
 torch._dynamo.convert_frame
 torch._dynamo.eval_frame._stance
 torch._dynamo.guards.CheckFunctionManager
@@ -190,6 +192,8 @@ torch._ops._OpNamespace
 torch._ops._Ops.load_library
 torch._ops._compute_keyset
 torch._prims.rng_prims
+torch._refs
+torch._refs.special
 torch._subclasses.fake_tensor
 torch._subclasses.functional_tensor
 torch._validate_sparse_compressed_tensor_args

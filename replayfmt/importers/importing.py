@@ -38,6 +38,7 @@ from .common.inductor_cache import InductorCache
 from .common.json_stream import JsonStream
 from .common.options import ImportOptions, Level, Rewrite, TraceRange, parse_time
 from .common.report import ImportReport
+from .common.results import dynamo_unneeded
 from .common.synthesis import PRODUCER
 from .common.trace_files import (
     MOST_RANKS,
@@ -623,6 +624,7 @@ def _import_rank(
 
 
 @collector_paused()
+@dynamo_unneeded()
 def _import(
     path: str | PathLike[str],
     out: str | PathLike[str],

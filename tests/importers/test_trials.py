@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,9 @@ from replayfmt.importers.common import results
 from replayfmt.importers.common.arguments import TensorSpec
 from replayfmt.importers.common.results import Results, Trials, infer
 from replayfmt.pytorch.overloads import find_overload
+
+from .traces import op, trace
+from .traces import tensor as traced
 
 Arguments = Sequence[tuple[str, Any]]
 
@@ -77,3 +83,23 @@ def test_calls_of_one_pattern_are_tried_once(monkeypatch: pytest.MonkeyPatch) ->
         found = trials.of(schema("mm"), [("self", tensor(size, 500)), ("mat2", tensor(500, size + 500))])
         assert found.values is not None and found.values[0].sizes == (size, size + 500)
     assert len(tried) == 1
+
+
+def test_an_import_does_without_the_compiler_and_leaves_it_as_it_was(tmp_path: Path) -> None:
+    """Importing Dynamo takes longer than importing a trace of some MB. A compiled function calls PyTorch's Python
+    kernels uncompiled, before and after."""
+    x = traced("float", 8, 8)
+    events = [op(f"aten::{name}", 10 * n, 5, [x]) for n, name in enumerate(("sigmoid", "rsqrt", "var_mean", "mean"))]
+    trace(tmp_path / "trace.json", [*events, op("aten::add", 90, 5, [x, x, ("Scalar", [], [], "1")])])
+    script = f"""
+import sys
+import torch
+from replayfmt.importers.importing import import_trace
+report = import_trace({str(tmp_path / "trace.json")!r}, {str(tmp_path / "x.opreplay")!r})
+assert len(report.entries) == 5, report
+assert "torch._dynamo" not in sys.modules
+torch._refs.sigmoid(torch.ones(2, device="meta"))
+assert "torch._dynamo" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib import import_module
-from threading import Thread
+from itertools import chain
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch._refs.special
+from torch._decomp import global_decomposition_table
 from torch._ops import OpOverload
 
 from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, StorageOrigin, TensorFlag
@@ -188,12 +190,6 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
     named, lists = _signature(overload)
     if lists and _is_endless(arguments):
         return Results(None, f"it may return more than {_MOST_RESULTS} tensors")
-    if "torch._dynamo" not in sys.modules:
-        # Trials import it. It keeps an exception, with the frames of everything that called it: of a thread, that is
-        # nothing; of an import, the whole trace.
-        importer = Thread(target=import_module, args=("torch._dynamo",))
-        importer.start()
-        importer.join()
     tensors: list[torch.Tensor] = []
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -209,6 +205,32 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
         return Results(tuple(_described(value, tensors, storages) for value in values))
     except TypeError as error:
         return Results(None, str(error))
+
+
+@contextmanager
+def dynamo_unneeded() -> Iterator[None]:
+    """Inside, trials do not import torch._dynamo, which takes longer than a trace of some MB and keeps an exception
+    with the frames of all that called it. PyTorch's Python kernels import it at their first call, to be left alone by
+    it when they are compiled: here, they are not."""
+    modules = (vars(module).values() for module in (torch._refs, torch._refs.special))
+    kernels: dict[int, Any] = {}
+    for each in chain(*modules, *(table.values() for table in global_decomposition_table.values())):
+        while isinstance(each, FunctionType):
+            cells = dict(zip(each.__code__.co_freevars, each.__closure__ or (), strict=True))
+            within = cells["fn"].cell_contents if "fn" in cells else None
+            if each.__globals__ is vars(torch._compile) and not hasattr(within, _LEFT_ALONE):
+                kernels[id(within)] = within
+            each = within
+    try:
+        for each in kernels.values():
+            setattr(each, _LEFT_ALONE, each)
+        yield
+    finally:
+        for each in kernels.values():
+            delattr(each, _LEFT_ALONE)
+
+
+_LEFT_ALONE = "__dynamo_disable"
 
 
 # What operators say that need content, a device, or another state of autograd to be tried.
