@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -176,6 +177,16 @@ Content = torch.Tensor | Mapping[str, torch.Tensor]
 Fill = Callable[[Request], Content]
 
 
+@lru_cache(maxsize=1 << 14)
+def _names(
+    wanted: str, arguments: tuple[str, ...], op: str, overload: str, argument: str, label: str
+) -> bool:  # asked for every storage
+    if not (fnmatchcase(op, wanted) or fnmatchcase(f"{op}.{overload}", wanted)):
+        return False
+    # A label is not a pattern: its brackets are literal.
+    return not arguments or any(text == label or fnmatchcase(argument, text) for text in arguments)
+
+
 @dataclass(frozen=True)
 class Initializer:
     """What fills content that was not captured.
@@ -218,10 +229,7 @@ class Initializer:
 
     def names(self, op: str, overload: str, argument: str, label: str) -> bool:
         """Whether it is for an operator's argument, given by name and by label (with its place in a list)."""
-        if self.op is None or not (fnmatchcase(op, self.op) or fnmatchcase(f"{op}.{overload}", self.op)):
-            return False
-        # A label is not a pattern: its brackets are literal.
-        return not self.arguments or any(text == label or fnmatchcase(argument, text) for text in self.arguments)
+        return self.op is not None and _names(self.op, self.arguments, op, overload, argument, label)
 
     def matches_content(self, dtype: torch.dtype, role: Role | None) -> bool:
         """Whether it is for this dtype and role. `role` is None if the uses do not determine it."""

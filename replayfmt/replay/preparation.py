@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from replayfmt.collector import collector_paused
 from replayfmt.errors import InvalidCapture, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import OPAQUE_RESULTS, Signature, tensors_of
@@ -142,6 +143,7 @@ class Preparation(Closing):
             self._prepare(on_file_bytes)
             self._opened = opened.pop_all()
 
+    @collector_paused()
     def _prepare(self, on_file_bytes: Callable[[int, int], None] | None) -> None:
         reader, sentences = self.reader, list(self._unmapped)
         if not reader.complete and not self.options.allow_incomplete:

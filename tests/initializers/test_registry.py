@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from in_process import Tool, Tools
 
 import replayfmt
 from replayfmt.errors import ReplayRefused, UsageError
-from replayfmt.initializers import Initializer, Registry, Role, load_initializers, register, unregister
+from replayfmt.initializers import Initializer, Registry, Request, Role, load_initializers, register, unregister
 from replayfmt.initializers.registry import _registered
 from replayfmt.replay.plan import Plan
 
@@ -162,3 +163,20 @@ def test_a_file_that_is_wrong_is_one_clear_error(
     code, out, err = tool(f"--replay-initializer={file}", str(capture))
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert err.startswith(f"INVALID_ARGUMENT: --replay-initializer={file}: ") and said in err
+
+
+def test_content_is_made_without_the_collector_looking_at_all_that_was_made_before(tmp_path: Path) -> None:
+    """Of thousands of storages, it would look at each again and again."""
+    path = tmp_path / "sum.opreplay"
+    given = torch.ones(3)
+    with replayfmt.capture(path, payload="none"):
+        given + 1
+    seen: list[bool] = []
+
+    def fill(request: Request) -> torch.Tensor:
+        seen.append(gc.isenabled())
+        return torch.zeros(request.tensor.sizes)
+
+    with Plan(path, initializers=[Initializer("x", fill, op="aten::add")]) as plan:
+        plan.execute()
+    assert seen and not any(seen) and gc.isenabled()

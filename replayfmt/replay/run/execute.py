@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from replayfmt.collector import collector_paused
 from replayfmt.errors import OpReplayError, ReplayFailed, first_line
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
@@ -195,6 +196,7 @@ class Machine:
             self.prepare(window)
             self.values.update(zip(window.outputs, self.call(window, self.take(window), None), strict=True))
 
+    @collector_paused()
     def prepare(
         self,
         window: Window,
