@@ -200,7 +200,7 @@ _SOURCES: dict[Callable[[], int], str] = {
     time.perf_counter_ns: "time.perf_counter_ns",
     time.process_time_ns: "time.process_time_ns, user and system time of all threads",
 }
-_READINGS = 1000
+_READINGS, _MOST_READINGS = 1000, 200_000
 # "The resolution is approximately 0.5 microseconds" (CUDA runtime API, cudaEventElapsedTime).
 _EVENT_STEP_NS = {"cuda": 500.0}
 
@@ -349,16 +349,21 @@ def _clock_row(name: str, clock: Callable[[], int]) -> dict[str, Any]:
 
 
 @cache
-def _step_and_cost(clock: Callable[[], int]) -> tuple[float, float]:
-    """The smallest step of a clock and the time between two readings of it, in nanoseconds.
+def _step_and_cost(clock: Callable[[], int]) -> tuple[float | None, float]:
+    """The smallest step of a clock (None: it stands still) and the time between two readings of it, in nanoseconds.
 
     Two readings are never less than the cost of one apart, so the step is the smallest difference between such
-    distances, not the smallest distance.
+    distances, not the smallest distance. Under a limit of CPU time (`ulimit -t`), Linux's clock of it moves some times
+    in a hundredth of a second only: it is read until it has.
     """
     readings = [clock() for _ in range(_READINGS)]
+    while readings[-1] == readings[0] and len(readings) < _MOST_READINGS:
+        readings.append(clock())
     apart = sorted(after - before for before, after in zip(readings, readings[1:], strict=False))
     distinct = sorted({0, *apart})
-    return float(min(b - a for a, b in zip(distinct, distinct[1:], strict=False))), float(apart[len(apart) // 2])
+    step = min((b - a for a, b in zip(distinct, distinct[1:], strict=False)), default=None)
+    mean = (readings[-1] - readings[0]) / len(apart)
+    return None if step is None else float(step), float(apart[len(apart) // 2]) or mean
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from itertools import cycle
+from itertools import count, cycle
 
 import numpy as np
 import pytest
@@ -263,6 +263,13 @@ def test_the_step_of_a_clock_is_not_what_reading_it_costs():
         return now[0]
 
     assert _step_and_cost(clock_of_100) == (100, 1000)
+
+
+def test_a_clock_that_moves_seldom_has_its_step_and_one_that_stands_still_none():
+    """As that of CPU time under `ulimit -t`."""
+    ticks = count()
+    assert _step_and_cost(lambda: next(ticks) // 5000 * 4_000_000) == (4_000_000, pytest.approx(800, rel=0.01))
+    assert _step_and_cost(lambda: 7) == (None, 0)
 
 
 def test_every_meter_says_where_its_readings_come_from_and_what_they_are_worth(tools, captured):
