@@ -134,11 +134,13 @@ class _Beside:
 
 @dataclass
 class _Call:
-    """One entry, parsed. `beside` has what is known about tensors, by the identity in their specs."""
+    """One entry, parsed. The last `keywords` arguments were given by name. `beside` has what is known about tensors, by
+    the identity in their specs."""
 
     name: str
     recorded: list[RecordedArgument]
     names: list[str]
+    keywords: int = 0
     beside: dict[int, _Beside] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -201,7 +203,7 @@ class _Writer:
         if choice is None or choice.operator is None:
             choice = self._by_names(call) or self._operators.choose(call.name, call.recorded)
         if choice.reason == "no_schema":  # a plain function, by the types of what it was given
-            choice = self._operators.by_types(call.name, call.recorded)
+            choice = self._operators.by_types(call.name, call.recorded, call.names[len(call.names) - call.keywords :])
         if choice.operator is None:
             return choice, Binding()
         schema = choice.operator.schema
@@ -327,6 +329,7 @@ def _read(name: str, ir: Mapping[str, Any]) -> _Call:
                 continue
             kind = str(argument.get("arg_type", ""))
             call.names.append(str(argument.get("arg_name", "")))
+            call.keywords += key == "list_kwargs"
             call.recorded.append(_argument(call, argument["value"], kind, argument.get(_OWN)))
     return call
 

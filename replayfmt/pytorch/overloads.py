@@ -311,10 +311,27 @@ def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
     return plain[:count] if len(plain) >= count and len(plain) == len(parameters) else generic
 
 
-def schema_text(name: str, parameters: Sequence[tuple[str, str]]) -> str:
-    """The schema of a function under an operator's name; `parameters` are (name, type)."""
-    listed = ", ".join(f"{kind} {parameter}" for parameter, kind in parameters)
-    return f"{name}.{CALLABLES_OVERLOAD}({listed}) -> Any"
+def call_problem(function: Callable[..., Any], count: int, keywords: Sequence[str]) -> str:
+    """Why a function cannot be called with so many arguments, and others by name; "" if it can, as far as is known."""
+    if len(set(keywords)) < len(keywords) or not all(name.isidentifier() for name in keywords):
+        return f"arguments by the names {', '.join(map(repr, keywords))}"
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        signature.bind(*range(count), **dict.fromkeys(keywords))
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def schema_text(name: str, parameters: Sequence[tuple[str, str]], keywords: Sequence[tuple[str, str]] = ()) -> str:
+    """The schema of a function under an operator's name; `parameters` are (name, type), `keywords` those that it is
+    given by name."""
+    listed = [f"{kind} {parameter}" for parameter, kind in parameters]
+    by_name = [f"{kind} {parameter}" for parameter, kind in keywords]
+    return f"{name}.{CALLABLES_OVERLOAD}({', '.join([*listed, *(['*'] if by_name else []), *by_name])}) -> Any"
 
 
 def as_operator(schema: str, function: Callable[..., Any]) -> OpOverload:
@@ -326,12 +343,15 @@ def as_operator(schema: str, function: Callable[..., Any]) -> OpOverload:
     known = _known.get((schema, id(function)))
     if known is not None:
         return known
-    arguments = [argument.name for argument in parse_schema(schema).arguments]
-    by_position = all(name == f"arg{index}" for index, name in enumerate(arguments))
+    known_arguments = parse_schema(schema).arguments
+    arguments = [argument.name for argument in known_arguments]
+    count = sum(not argument.kwarg_only for argument in known_arguments)
+    by_position = all(name == f"arg{index}" for index, name in enumerate(arguments[:count]))
 
     def call(*given: Any, **named: Any) -> Any:
         values = dict(zip(arguments, given, strict=False)) | named
-        return function(*values.values()) if by_position else function(**values)
+        first = [values.pop(name) for name in arguments[:count]] if by_position else []
+        return function(*first, **values)
 
     if _library is None:
         _library = torch.library.Library(CALLABLES_NAMESPACE, "FRAGMENT")

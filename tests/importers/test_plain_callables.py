@@ -144,3 +144,32 @@ def test_an_exported_function_runs_in_the_script_once_its_library_is_named(
     out = capsys.readouterr().out
     assert "  Successfully executed plain_lib::scaled_sum.\n" in out
     assert "Tensor(shape=(4, 8), strides=(8, 1), dtype=torch.float32, device=cpu)" in out
+
+
+def test_what_an_ir_gives_by_name_is_given_by_name(
+    library: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open(tmp_path / f"{library}.py", "a", encoding="utf-8") as file:
+        file.write("def mix(xs, scale=1.0, dims=None, *, bias=None):\n    calls.append((len(xs), scale, dims, bias))\n")
+    x = {"shape": [3, 4], "dtype": "float", "strides": [4, 1], "init": "zeros"}
+
+    def entry(*keywords: tuple[str, str, object]) -> dict[str, object]:
+        named = [{"arg_name": name, "arg_type": kind, "value": value} for name, kind, value in keywords]
+        given = [{"arg_name": "xs", "arg_type": "Tensor[]", "value": [x, x]}]
+        return {"op_name": "plain_lib::mix", "replay_ir": {"list_pos_args": given, "list_kwargs": named}, "count": 1}
+
+    entries = [entry(("dims", "int[]", [1, 2]), ("bias", "float", 0.5)), entry(("nothing", "int", 1))]
+    (tmp_path / "mix_ir.json").write_text(json.dumps(entries))
+    out = tmp_path / "mix.opreplay"
+    report = import_trace(tmp_path / "mix_ir.json", out, libraries=OpLibraries(registered={"plain_lib": (library,)}))
+    assert [each.status for each in report.entries.values()] == ["inferred", "incomplete"]
+    assert "unexpected keyword argument 'nothing'" in list(report.entries.values())[1].detail
+    with Plan(out, devices=["cpu"], allow_imports=[f"plain_lib={library}"], keep_going=True) as plan:
+        plan.execute(keep_going=True)
+    assert sys.modules[library].calls[-1] == (2, 1.0, [1, 2], 0.5)
+    with open_capture(out) as reader:
+        export_replay_zip(reader, tmp_path / "mix.zip", partial=True)
+    zipfile.ZipFile(tmp_path / "mix.zip").extract("event_replay_ir.json", tmp_path)
+    flags = ["--device=cpu", "--benchmark-min-time=0s", f"--op-library=plain_lib={library}"]
+    assert main([str(tmp_path / "event_replay_ir.json"), *flags]) == 0, capsys.readouterr().out
+    assert sys.modules[library].calls[-1] == (2, 1.0, [1, 2], 0.5)

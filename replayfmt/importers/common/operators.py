@@ -20,6 +20,7 @@ from replayfmt.format.operator_schema import name_problem
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.operators import ALWAYS_THERE, operator_named
 from replayfmt.pytorch.overloads import (
+    call_problem,
     is_registered,
     overloads_of,
     parameter_names,
@@ -230,8 +231,9 @@ class Operators:
                 return found
         return None
 
-    def by_types(self, name: str, recorded: Sequence[RecordedArgument]) -> OperatorChoice:
-        """A named function as an operator, with a schema made from the types of the recorded arguments.
+    def by_types(self, name: str, recorded: Sequence[RecordedArgument], keywords: Sequence[str] = ()) -> OperatorChoice:
+        """A named function as an operator, with a schema made from the types of the recorded arguments, of which the
+        last have been given by name: `keywords`.
 
         Trailing arguments that the trace does not record are left to the function's defaults.
         """
@@ -239,16 +241,22 @@ class Operators:
         if function is None:
             return OperatorChoice(None, "no_schema", self.candidates(name)[1])
         given = list(recorded)
-        while given and given[-1].form is ArgumentForm.unrecorded:
+        while len(given) > len(keywords) and given[-1].form is ArgumentForm.unrecorded:
             given.pop()
+        count = len(given) - len(keywords)
         kinds = [_type_of(each) for each in given]
         if "Tensor" not in kinds and "Tensor[]" not in kinds:
             return OperatorChoice(None, "no_schema", f"{name} is a function here that was called without tensors")
         if "" in kinds:
             what = _shown(given[kinds.index("")])
             return OperatorChoice(None, "import_incomplete", f"{name} has no schema, and its argument {what} no type")
-        named = list(zip(parameter_names(function, len(given)), kinds, strict=True))
-        text = schema_text(self.names.meant(without_overload(name))[-1], named)
+        problem = call_problem(function, count, keywords)
+        if problem:
+            return OperatorChoice(
+                None, "import_incomplete", f"{name} is a function here that cannot be called so: {problem}"
+            )
+        named = list(zip([*parameter_names(function, count), *keywords], kinds, strict=True))
+        text = schema_text(self.names.meant(without_overload(name))[-1], named[:count], named[count:])
         where = f"{function.__module__}.{getattr(function, '__qualname__', name)}"
         rest = len(recorded) - len(given)
         left = f"; {rest} arguments are left to its defaults" if rest else ""
