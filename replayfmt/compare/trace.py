@@ -518,6 +518,7 @@ class _Reading:
         take = self.columns.take
         of, at, storage = take("digest_of", np.int64), take("digest_at", np.int64), take("digest_storage", np.int64)
         op = np.searchsorted(ordinal, of)
+        op[np.isin(of, ordinal, invert=True)] = -1  # of a collective, or damaged
         late = of < 0
         if late.any():
             last = _last(values["storage"], values["time"], storage[late], 2 * at[late])

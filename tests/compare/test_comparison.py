@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from format.reseal import change_records
 
 import replayfmt
 import replayfmt.compare
 from replayfmt.compare.comparison import NotComparable
 from replayfmt.errors import ReplayMismatch, UsageError
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.reader import open_capture
 from replayfmt.importers.common.synthesis import ImportedSession, imported_session
 
 from .models import captured
@@ -255,3 +259,20 @@ def test_derived_tolerances_find_a_fault_above_them(
 ) -> None:
     found = replayfmt.compare(intact(model), captured(tmp_path / "b.opreplay", model, fault), tolerance="auto")
     assert found.first is not None and kernel in found.first.kernels[0], found.text
+
+
+@pytest.mark.parametrize("of", [1, 65_536], ids=["a record that is no op", "none"])
+def test_a_digest_of_what_is_no_op_is_compared_with_nothing(made: Made, of: int) -> None:
+    one, other = made("a", chain), made("b", chain)
+    whole = replayfmt.compare(one, other)
+    with open_capture(other) as reader:
+        last = [each for each in reader.records() if each.kind is RecordKind.digest][-1].argument("of")
+        assert reader.record(1).kind is not RecordKind.op
+
+    def edit(columns: dict[str, np.ndarray]) -> None:
+        (place,) = np.flatnonzero(columns["ints"] == last)[-1:]
+        columns["ints"][place] = of
+
+    change_records(other, edit)
+    found = replayfmt.compare(one, other)
+    assert not found.roots and found.divergence.compared == whole.divergence.compared - 1
