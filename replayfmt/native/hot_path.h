@@ -170,6 +170,15 @@ class HotCall {
     }
   }
 
+  // Python has noted what it wrote.
+  void compare_beside() {
+    for (const auto& [impl, tensor, beside] : written_) {
+      if (Storage* storage = session_.storage_of(impl)) {
+        storage->compare(*impl, beside);
+      }
+    }
+  }
+
   // Whether it wrote to a storage that another thread had Python look after meanwhile.
   bool writes_for_python() const { return writes_for_python_; }
 
@@ -317,11 +326,10 @@ class HotCall {
     }
     tensors_.push_back(number);
     if (written) {
-      for (size_t other = 0; storage->content && other < written_.size(); other++) {
-        if (written_[other].impl == impl) {  // each lies beside the other
-          written_[other].beside.reset();
-          beside.reset();
-        }
+      // Each lies beside the other: Python compares what lies beside all of them.
+      const auto lies_beside = [&](const Written& other) { return other.impl == impl; };
+      if (storage->content && !has_run_ && std::any_of(written_.begin(), written_.end(), lies_beside)) {
+        return false;
       }
       written_.push_back({impl, number, beside});
     }

@@ -245,6 +245,7 @@ class HotRun {
     if (recorded) {
       if (call_.writes_for_python()) {
         tell_writes(arguments());
+        compare_beside();
       }
       call(capture_.functions.flush_if_due);
       return;
@@ -252,6 +253,7 @@ class HotRun {
     const Stack values = arguments(), found = results();
     const py::object result = python_results(schema_, found, capture_.functions);
     learn(session_, known_, values, found, tell(capture_.functions.late, values, result, result, ended));
+    compare_beside();
   }
 
  private:
@@ -294,6 +296,11 @@ class HotRun {
     };
     const PythonArguments given = arguments();
     around(capture_, capture_.functions.wrote, py::none(), arguments, py::none(), callee(), given.args, given.kwargs);
+  }
+
+  void compare_beside() {
+    std::lock_guard<std::mutex> lock(session_.mutex);
+    call_.compare_beside();
   }
 
   py::object callee() const { return op_ ? function_of(*op_) : py::reinterpret_borrow<py::object>(kernel_); }

@@ -134,13 +134,18 @@ struct Storage {
   static uint64_t hash_of(const c10::StorageImpl& storage) { return ContentHash::of(storage.data(), storage.nbytes()); }
   // Whether others wrote it, as far as it is watched.
   bool changed(const c10::StorageImpl& storage) const { return content && *content != hash_of(storage); }
-  // `beside`: as it was before. Where others have written there meanwhile, the content is not what is known of it.
   void note_written(const c10::StorageImpl& storage, int64_t tensor, const std::optional<Beside>& beside) {
     if (content) {
       content = hash_of(storage);
-      content = beside && beside->now(storage) != beside->hash ? ~*content : *content;
     }
+    compare(storage, beside);
     note_written(tensor);
+  }
+  // Where others have written since beside what an operator wrote, the content is not what is known of it.
+  void compare(const c10::StorageImpl& storage, const std::optional<Beside>& before) {
+    if (content && before && before->now(storage) != before->hash) {
+      content = ~*content;
+    }
   }
   void note_written(int64_t tensor) {
     if (std::find(written_.end() - std::min<ptrdiff_t>(std::ssize(written_), 4), written_.end(), tensor) != written_.end()) {

@@ -14,10 +14,9 @@ from replayfmt.native.hook import UnknownValue
 from replayfmt.pytorch.tensors.composites import is_composite, is_packed, take_apart
 from replayfmt.pytorch.tensors.memory import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE, call_undispatched
 
-from .content.coverage import ByteRegion
 from .kernels import CapturedKernel
 from .special_values import Unpacked
-from .storages.trackers import Tracker
+from .storages.trackers import Beside, Tracker
 from .stream.records import Unrepresentable
 
 
@@ -88,7 +87,7 @@ class OpCall:
         self.values = CallValues()
         self.generators: list[torch.Generator] = []
         self.places: Any = None  # where it writes, if that is a part of partly unwritten memory (calls.py)
-        self.beside: list[tuple[Tracker, ByteRegion, int]] = []  # beside what it writes lay this, if others may write
+        self.beside: dict[int, Beside] = {}  # by storage: what lay beside what it writes, if others may write there
         self.contents: list[tuple[TensorUse, int | None]] = []  # the content of its assumed arguments before it ran
 
 

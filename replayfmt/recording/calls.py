@@ -292,11 +292,10 @@ class CallRecorder:
         # What began to need care while the op ran needed none when it began, and may hold what the op wrote by now.
         careful = tracker.size != storage.nbytes() and not (call.ran and tracker.size < 0)
         region = self._metas.params[meta].region(offset) if careful else None
-        kernel, beside = call.kernel, None
+        kernel, beside = call.kernel, False
         if region is not None and kernel.arguments[index].written:
-            beside = storages.beside(tracker, region)
-            call.beside += [] if beside is None else [beside]
-        if careful and (entered_before is not None or tracker.alias or beside is not None):
+            beside = storages.look_beside(call.beside, tracker, region)
+        if careful and (entered_before is not None or tracker.alias or beside):
             reads = shape_of(tensor).numel() != 0 and kernel.reads(index, call.args, call.kwargs)
             writes = kernel.arguments[index].written
             as_is = kernel.operator.packs or (writes and not kernel.own)
@@ -514,7 +513,7 @@ class CallRecorder:
                 else:
                     self._wrote(use.tensor, kernel.writes_all(use.argument), call.places)
             if call.beside:
-                self._storages.compare_beside(call.beside)
+                self._storages.compare_beside(call.beside.values())
         elif unknown:
             for use in values.uses:
                 self._copied(call, use, unknown)

@@ -271,6 +271,12 @@ def add_one(part: torch.Tensor, row: int, column: int) -> None:
     _shared[row, column] += 5
 
 
+@torch.library.custom_op("beside::add_to_both", mutates_args={"part", "other"})
+def add_to_both(part: torch.Tensor, other: torch.Tensor, row: int, column: int) -> None:
+    add_one(part, row, column)
+    other += 2
+
+
 def test_what_others_write_beside_the_elements_that_an_op_writes_enters_again(capture: Capture) -> None:
     def program() -> Any:
         x = torch.from_numpy(_shared)
@@ -284,6 +290,51 @@ def test_what_others_write_beside_the_elements_that_an_op_writes_enters_again(ca
     captured = capture(program, digests="ops", whole=("beside::*",))
     assert imports(captured) == [(0, "first_use"), *((version, "outside_write") for version in (1, 2, 3))]
     captured.replays()
+
+
+def test_what_others_write_beside_all_the_tensors_that_an_op_writes_enters_again(capture: Capture) -> None:
+    def program() -> Any:
+        x = torch.from_numpy(_shared)
+        kept = []
+        for row, column in ((1, 2), (1, 1)):
+            torch.ops.beside.add_to_both(x[0, :2], x[:, 0], row, column)
+            kept.append(x.clone())
+        return kept
+
+    captured = capture(program, digests="ops", whole=("beside::*",))
+    assert imports(captured) == [(0, "first_use"), (1, "outside_write"), (2, "outside_write")]
+    captured.replays()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_another_thread_writes_once_beside_an_operator_of_pytorchs_own_enters_again(
+    capture: Capture, parts: int
+) -> None:
+    array, turns = np.full(4 + (1 << 22), 3, np.float32), threading.Barrier(2)
+
+    def others() -> None:
+        for _ in range(3):
+            turns.wait()
+            before = array[4]
+            while array[4] == before:  # until the operator has begun
+                pass
+            array[:4] += 1
+            turns.wait()
+
+    def program() -> Any:
+        x = torch.from_numpy(array)
+        thread = threading.Thread(target=others)
+        thread.start()
+        kept = []
+        for _ in range(3):
+            turns.wait()
+            torch._foreach_lgamma_(x[4:].chunk(parts)) if parts > 1 else x[4:].lgamma_()
+            turns.wait()
+            kept.append(x[:8] + 1)
+        thread.join()
+        return kept
+
+    capture(program).replays()
 
 
 def test_elements_that_an_op_and_another_thread_write_at_a_time_both_count(capture: Capture) -> None:

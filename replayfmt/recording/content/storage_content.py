@@ -9,6 +9,7 @@ import ctypes
 import errno
 import math
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -64,19 +65,23 @@ def content_number(storage: torch.UntypedStorage, mapped: MappedRange | None) ->
     return content_hash(storage) if fingerprint is None else fingerprint
 
 
-def content_beside(storage: torch.UntypedStorage, region: ByteRegion) -> int | None:
-    """A number that identifies what host memory holds beside a region; None if the region is all of it, or too long."""
-    region, length = region.once(), storage.nbytes()
-    dense = region.dense()
-    if region.empty or region.end > length or dense == (0, length) or not is_readable(storage):
+def content_beside(storage: torch.UntypedStorage, regions: Sequence[ByteRegion]) -> int | None:
+    """A number that identifies what host memory holds beside regions; None if one of them is all of it, or too long."""
+    length = storage.nbytes()
+    regions = [region.once() for region in regions if not region.empty]
+    spans = [region.dense() for region in regions]
+    if not regions or (0, length) in spans or max(region.end for region in regions) > length:
+        return None
+    if not is_readable(storage):
         return None
     content = host_view(storage)
-    if dense is not None:
-        beside = xxhash.xxh3_64(content[: dense[0]])
-        beside.update(content[dense[1] :])
+    if len(spans) == 1 and spans[0] is not None:
+        beside = xxhash.xxh3_64(content[: spans[0][0]])
+        beside.update(content[spans[0][1] :])
         return beside.intdigest()
     copy = np.frombuffer(content, np.uint8).copy()
-    np.ndarray((*region.sizes, region.item), np.uint8, copy, region.start, (*region.strides, 1))[...] = 0
+    for region in regions:
+        np.ndarray((*region.sizes, region.item), np.uint8, copy, region.start, (*region.strides, 1))[...] = 0
     return xxhash.xxh3_64_intdigest(copy.data)
 
 

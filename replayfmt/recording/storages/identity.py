@@ -10,8 +10,8 @@ outside, marked as written) have `size` -1 and a `State`.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -31,6 +31,7 @@ from .trackers import (
     ATTRIBUTE,
     EXPORTED,
     GENERATED,
+    Beside,
     HostMemory,
     State,
     Tracker,
@@ -399,25 +400,26 @@ class Storages:
                 tracker.know_content(content)
         return tracker
 
-    def beside(self, tracker: Tracker, region: ByteRegion) -> tuple[Tracker, ByteRegion, int] | None:
-        """Before an op writes a region: the watched storage that owns its memory, the region there, and a number for
-        what lies beside it, where others may write meanwhile. None if nothing does, or nobody may."""
+    def look_beside(self, all_of_them: dict[int, Beside], tracker: Tracker, region: ByteRegion) -> bool:
+        """Before an op writes a region: what lies beside it in the watched storage that owns its memory, and beside
+        what else the op writes there. False if nothing does, or nobody else may write."""
         owner, state = owner_of(tracker), tracker.state
         if state is not None and state.alias_of is not None:
             region, state = replace(region, start=region.start + state.delta), owner.state
         storage = owner()
         if state is None or storage is None or not state.watched or state.mapped is not None or storage.device != _CPU:
-            return None
-        number = content_beside(storage, region)
-        return None if number is None else (owner, region, number)
+            return False
+        before = all_of_them.get(owner.id)
+        regions = [region] if before is None else [*before.regions, region]
+        now = all_of_them[owner.id] = Beside(owner, regions, content_beside(storage, regions))
+        self.compare_beside([] if before is None else [before])
+        return now.number is not None
 
-    def compare_beside(self, all_of_them: list[tuple[Tracker, ByteRegion, int]]) -> None:
-        """After the op wrote them: a storage that others wrote meanwhile enters again. (Of several regions of one
-        storage nobody knows.)"""
-        times = Counter(tracker.id for tracker, _, _ in all_of_them)
-        for tracker, region, before in all_of_them:
-            storage = tracker()
-            if times[tracker.id] == 1 and storage is not None and content_beside(storage, region) not in (None, before):
+    def compare_beside(self, all_of_them: Iterable[Beside]) -> None:
+        """A storage that others have written since enters again."""
+        for tracker, regions, before in all_of_them:
+            storage = None if before is None else tracker()
+            if storage is not None and content_beside(storage, regions) not in (None, before):
                 self.mark_written_outside(tracker)
 
     def measure(self, tracker: Tracker, storage: torch.UntypedStorage, sampled: bytes) -> None:

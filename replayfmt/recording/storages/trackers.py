@@ -203,6 +203,14 @@ _FEWEST = 1024  # storages that may wait for a look, dead or alive
 _REGION_BITS = 16  # bytes of a region, in whose list of ranges another one is put in its place
 
 
+class Beside(NamedTuple):
+    """What lies in a watched storage beside the regions that an op is about to write; no number if nothing does."""
+
+    tracker: Tracker
+    regions: list[ByteRegion]
+    number: int | None
+
+
 class AddressRanges:
     """Ranges of addresses, from the first byte to the one after the last, by storage id. None is empty.
 
