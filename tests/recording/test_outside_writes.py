@@ -314,8 +314,8 @@ def test_what_another_thread_writes_once_beside_an_operator_of_pytorchs_own_ente
 
     def others() -> None:
         for _ in range(3):
-            turns.wait()
             before = array[4]
+            turns.wait()
             while array[4] == before:  # until the operator has begun
                 pass
             array[:4] += 1
