@@ -23,15 +23,14 @@ import torch._refs.special
 from torch._decomp import global_decomposition_table
 from torch._ops import OpOverload
 
-from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, StorageOrigin, TensorFlag
-from replayfmt.format.model import TensorMeta
+from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, StorageOrigin
 from replayfmt.pytorch.operators import acts_outside, operator_named
 from replayfmt.pytorch.overloads import find_overload
 from replayfmt.pytorch.tensors.memory import DTYPE_CODE, TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT, mark_view
 from replayfmt.pytorch.traced_names import Guess
 
 from .arguments import DefaultGenerator, DeviceName, ReturnedStorage, TensorSpec
-from .synthesis import Tensor, TracedStorage, bytes_needed, contiguous
+from .synthesis import Tensor, TracedStorage, bytes_needed, contiguous, strided_meta
 
 _MOST_RESULTS = 100_000
 
@@ -366,9 +365,7 @@ def realize(results: Results, arguments: Sequence[Tensor], device: int) -> list[
             return None
         storage = storages[each.fresh] if each.shares is None else arguments[each.shares].storage
         where = device if each.shares is None else arguments[each.shares].meta.device
-        return Tensor(
-            storage, TensorMeta(each.dtype, Layout.strided, where, each.sizes, each.strides, TensorFlag(0)), each.offset
-        )
+        return Tensor(storage, strided_meta(each.dtype, where, each.sizes, each.strides), each.offset)
 
     return [value(each) for each in results.values]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from os import PathLike
 from types import TracebackType
 from typing import Any
@@ -85,6 +86,10 @@ def contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+_NO_FLAGS = TensorFlag(0)
+
+
+@lru_cache(maxsize=1 << 14)
 def bytes_needed(dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> int:
     """The length that a storage needs for a view. Raises ValueError for strides that reach below its beginning, and for
     more bytes than a storage can have."""
@@ -116,9 +121,18 @@ def plain_tensor(
     """A tensor on a new storage of exactly the length it needs. Raises ValueError for impossible geometry."""
     strides = contiguous(sizes) if strides is None else strides
     storage = TracedStorage(bytes_needed(dtype, sizes, strides, offset), device, origin)
-    return Tensor(storage, TensorMeta(dtype, Layout.strided, device, sizes, strides, TensorFlag(0)), offset)
+    return Tensor(storage, strided_meta(dtype, device, sizes, strides), offset)
 
 
+@lru_cache(maxsize=1 << 14)
+def strided_meta(
+    dtype: DType, device: int, sizes: tuple[int, ...], strides: tuple[int, ...], flags: TensorFlag = _NO_FLAGS
+) -> TensorMeta:
+    """What is said of a strided tensor, made once: calls repeat."""
+    return TensorMeta(dtype, Layout.strided, device, sizes, strides, flags)
+
+
+_node = lru_cache(maxsize=1 << 14)(Node)  # of a kind, a name and a value: calls repeat
 _ENUMERATIONS = {DType: ValueKind.dtype, Layout: ValueKind.layout, MemoryFormat: ValueKind.memory_format}
 
 
@@ -133,35 +147,35 @@ class NodeBuilder:
     def node(self, value: Any, slots: Slots, name: str = "") -> Node:
         """The node of a value; appends its slots. Raises ValueError for what a record cannot hold."""
         if value is None:
-            return Node(ValueKind.none, name)
+            return _node(ValueKind.none, name)
         if isinstance(value, Tensor):
             slots.tensors.append(value)
-            return Node(ValueKind.tensor, name)
+            return _node(ValueKind.tensor, name)
         if isinstance(value, bool):
-            return Node(ValueKind.bool, name, int(value))
+            return _node(ValueKind.bool, name, int(value))
         if isinstance(value, DType | Layout | MemoryFormat):
-            return Node(_ENUMERATIONS[type(value)], name, int(value))
+            return _node(_ENUMERATIONS[type(value)], name, int(value))
         if isinstance(value, int):
             if not _LEAST <= value <= _MOST:
                 raise ValueError(f"{name}={value} is not a 64-bit integer")
             slots.ints.append(value)
-            return Node(ValueKind.int, name)
+            return _node(ValueKind.int, name)
         if isinstance(value, float):
             slots.floats.append(value)
-            return Node(ValueKind.float, name)
+            return _node(ValueKind.float, name)
         if isinstance(value, complex):
             slots.floats += [value.real, value.imag]
-            return Node(ValueKind.complex, name)
+            return _node(ValueKind.complex, name)
         if isinstance(value, str):
-            return Node(ValueKind.string, name, value)
+            return _node(ValueKind.string, name, value)
         if isinstance(value, DeviceName):
-            return Node(ValueKind.device, name, self._device_id(value.name))
+            return _node(ValueKind.device, name, self._device_id(value.name))
         if isinstance(value, TracedStorage):
             slots.ints.append(value.id)
-            return Node(ValueKind.storage, name)
+            return _node(ValueKind.storage, name)
         if isinstance(value, DefaultGenerator):
             slots.ints.append(self._generator_id(value.device))
-            return Node(ValueKind.generator, name)
+            return _node(ValueKind.generator, name)
         if isinstance(value, list | tuple):
             kind = ValueKind.list if isinstance(value, list) else ValueKind.tuple
             return Node(kind, name, None, tuple(self.node(each, slots) for each in value))

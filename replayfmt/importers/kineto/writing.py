@@ -577,7 +577,8 @@ class _Writing:
             ordinal = self._rewritten(rewritten, moment, annotation, storages)
         else:
             ordinal = self.session.op(kernel, arguments, results, moment, annotation)
-        self.session.release(list(dict.fromkeys(storages)), replace(moment, device_duration_ns=None, duration_ns=None))
+        ended = Moment(moment.start_ns, thread=moment.thread, scope=moment.scope)
+        self.session.release(list(dict.fromkeys(storages)), ended)
         return ordinal
 
     def _rewritten(
