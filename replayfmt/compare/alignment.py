@@ -2,7 +2,8 @@
 
 First, ops that are the same function of the same inputs from outside are pairs, wherever they are (`_same_function`):
 each op gets a hash of its key and of the hashes of what it reads, back to what entered the capture. That finds
-everything before the first change, and what is only reordered. Then `_Pairing` goes through what is left, in order. An
+everything before the first change, and what is only reordered. `_same_content` does the same by the digests of what is
+read, and so finds again what is equal behind a change. Then `_Pairing` goes through what is left, in order. An
 op pairs with one of equal key that reads the same values, or else with one of the same kernel that does. Where no such
 pair is near, a window of both is aligned by its longest common subsequence. A pair of that is accepted only if no other
 such subsequence contradicts, its inputs come from the same values through the ops that were skipped, and what reads its
@@ -30,7 +31,7 @@ from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import DeviceValue, Record, TensorValue, Value
 from replayfmt.format.reader import CaptureReader
 
-from .trace import UNKNOWN, Trace
+from .trace import UNKNOWN, Trace, U
 
 _NEAR = 48  # unpaired ops that are looked through for one that reads the same values
 _WINDOWS = (48, 192, 768)  # ops of both captures that are aligned where there is none
@@ -41,8 +42,8 @@ _FOLLOWED = 3  # steps along the data flow that have to be alike behind a pair t
 
 @dataclass(frozen=True)
 class Block:
-    """Ops of one or both captures without a partner, connected by data flow. `outputs` pairs the values of a and b that
-    paired ops read at the same place: one of them, or both, leave the block."""
+    """Ops of one or both captures without a partner, connected by data flow. `outputs` pairs values of a and b of which
+    one or both leave the block: paired ops read them at the same place, or memory of both holds them at the end."""
 
     a: tuple[int, ...]
     b: tuple[int, ...]
@@ -73,18 +74,29 @@ class Alignment:
 
 @collector_paused()
 def align(a: Trace, b: Trace) -> Alignment:
-    """Align two captures."""
-    sides = _Side(a, 0), _Side(b, 1)
-    _name_outside(*sides)
-    _same_function(*sides)
-    doubts = _Pairing(*sides).run()
-    _pair_sources(*sides)
+    """Align two captures. What came from outside is the same if its content is, first of all; where that leaves doubts,
+    it is the same by order as well: data may have been swapped."""
+    sides, doubts = _aligned(a, b, by_order=False)
+    if doubts:
+        swapped, others = _aligned(a, b, by_order=True)
+        if sum(each >= 0 for each in swapped[0].partner) > sum(each >= 0 for each in sides[0].partner):
+            sides, doubts = swapped, others
     one, other = sides
     partner = np.array(one.partner, np.int64)
     exact = (partner >= 0) & (a.key == b.key[np.maximum(partner, 0)]) if len(b.key) else partner >= 0
     found = Alignment(partner, np.array(other.partner, np.int64), exact, doubts)
     found.blocks = _blocks(*sides)
     return found
+
+
+def _aligned(a: Trace, b: Trace, *, by_order: bool) -> tuple[tuple[_Side, _Side], list[tuple[int, int]]]:
+    """Both captures with their partners, and the doubts."""
+    sides = _Side(a, 0), _Side(b, 1)
+    _name_outside(*sides, by_order=by_order)
+    _same_function(*sides, by_order=by_order)
+    doubts = _pair_between(*sides, _same_content(*sides))
+    _pair_sources(*sides)
+    return sides, doubts
 
 
 def align_recorded(a: Trace, b: Trace) -> Alignment:
@@ -128,6 +140,17 @@ class _Side:
     def written_by(self, op: int) -> list[int]:
         return self.writes[self.write_first[op] : self.write_first[op + 1]]
 
+    def leading_to(self, op: int, value: int) -> list[int]:
+        """What an op reads that a value which it writes may come from."""
+        reads, elements = self.read_by(op), self.trace.elements.get(op)
+        if elements is None:
+            return reads
+        storage, written = self.trace.value_storage, self.written_by(op)
+        own = {element for element, read in zip(elements, reads, strict=True) if storage[read] == storage[value]}
+        if not own and len(written) == max(elements) + 1:
+            own = {written.index(value)}
+        return [read for element, read in zip(elements, reads, strict=True) if not own or element < 0 or element in own]
+
     def is_source(self, op: int) -> bool:
         """Whether it reads nothing, so that only its consumers tell which one it is."""
         return self.first[op] == self.first[op + 1]
@@ -137,18 +160,26 @@ class _Side:
         return self.label[value] >= 0
 
 
-def _name_outside(a: _Side, b: _Side) -> None:
+def _name_outside(a: _Side, b: _Side, *, by_order: bool) -> None:
     """Label the values that came from outside: by content; those that are left, by order, where both captures have as
-    many of one length."""
+    many of one length. `by_order`: also those of a length of which not all have the same order in both."""
     groups: list[dict[tuple[int, int], list[int]]] = [defaultdict(list), defaultdict(list)]
     for side, group in zip((a, b), groups, strict=True):
         for value in np.flatnonzero(side.trace.value_op < 0).tolist():
             group[int(side.trace.value_content[value]), int(side.trace.value_bytes[value])].append(value)
     number = 1
     left: list[dict[int, list[int]]] = [defaultdict(list), defaultdict(list)]
+    crossing = set()
+    if by_order:
+        last: dict[int, int] = defaultdict(int)
+        for key in sorted(groups[0], key=groups[0].__getitem__):
+            its = groups[1].get(key, [0])[0]
+            if its < last[key[1]]:
+                crossing.add(key[1])
+            last[key[1]] = its
     for key in sorted(groups[0].keys() | groups[1].keys()):
         both = [group.get(key, []) for group in groups]
-        if key[0] != UNKNOWN and all(both):
+        if key[0] != UNKNOWN and all(both) and key[1] not in crossing:
             # The same bytes: which of them is meant does not matter for what is computed.
             for side, values in zip((a, b), both, strict=True):
                 for place, value in enumerate(values):
@@ -172,13 +203,14 @@ def _pair(a: _Side, b: _Side, op: int, other: int) -> None:
             a.label[value] = b.label[counterpart] = (value + 1) << 32
 
 
-def _same_function(a: _Side, b: _Side) -> None:
+def _same_function(a: _Side, b: _Side, *, by_order: bool) -> None:
     """Pair ops with equal hashes of themselves and all that led to them, in order. What they write is the same value,
-    however often an op is repeated."""
+    however often an op is repeated. `by_order`: whatever the state of the random generators is."""
     found: list[dict[int, list[int]]] = [defaultdict(list), defaultdict(list)]
     for side, groups in zip((a, b), found, strict=True):
         hashes = list(side.label)
-        first, reads, random = side.first, side.reads, side.trace.randomness.tolist()
+        first, reads = side.first, side.reads
+        random = (side.trace.randomness * U(not by_order)).tolist()
         write_first, writes = side.write_first, side.writes
         for op, key in enumerate(side.key):
             h = hash((key, random[op], *[hashes[value] for value in reads[first[op] : first[op + 1]]]))
@@ -201,6 +233,79 @@ def _same_function(a: _Side, b: _Side) -> None:
         a.partner[op], b.partner[other] = other, op
     for op, other in pairs:
         _pair_read_sources(a, b, op, other)
+
+
+def _same_content(a: _Side, b: _Side) -> list[tuple[int, int]]:
+    """Pair what is left of ops of equal key that read the same bytes: behind a change that computes the same (one op
+    for all parameters in place of one for each) everything is equal again. Those of which there is one, in order, are
+    anchors, which are returned; others are paired between these."""
+    found = []
+    for side in (a, b):
+        trace = side.trace
+        read = np.where(trace.direct > 0, trace.direct, trace.derived)
+        known = np.concatenate(([0], np.cumsum(read > 0)))
+        whole = np.diff(known[trace.read_first]) == np.diff(trace.read_first)
+        contents, random = read.tolist(), trace.randomness.tolist()
+        hashes = {}
+        for op in np.flatnonzero(whole & (np.array(side.partner, np.int64) < 0)).tolist():
+            if not side.is_source(op):
+                reads = contents[side.first[op] : side.first[op + 1]]
+                hashes[op] = hash((side.key[op], random[op], *reads))
+        found.append(hashes)
+    anchors: list[tuple[int, int]] = []
+    for most in (1, a.trace.ops + b.trace.ops):
+        groups: list[dict[tuple[int, int], list[int]]] = [defaultdict(list), defaultdict(list)]
+        for place, (side, hashes, group) in enumerate(zip((a, b), found, groups, strict=True)):
+            bounds = [pair[place] for pair in anchors]
+            for op, h in hashes.items():
+                if side.partner[op] < 0:
+                    group[h, bisect_left(bounds, op)].append(op)
+        pairs: list[tuple[int, int]] = []
+        for key, ops in groups[0].items():
+            others = groups[1].get(key, [])
+            if max(len(ops), len(others)) <= most:
+                pairs += zip(ops, others, strict=False)
+        pairs = _in_order(sorted(pairs))
+        anchors = anchors or pairs
+        for op, other in pairs:
+            _pair_read_sources(a, b, op, other)
+            _pair(a, b, op, other)
+    return anchors
+
+
+def _pair_between(a: _Side, b: _Side, anchors: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Pair what is left between each two anchors; the doubts behind the last one. Between anchors there are none: what
+    is behind the second one is certain."""
+    gaps: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    for place, side in enumerate((a, b)):
+        bounds = [pair[place] for pair in anchors]
+        for op, partner in enumerate(side.partner):
+            if partner < 0 and not side.is_source(op):
+                gaps[bisect_left(bounds, op)][place].append(op)
+    doubts: list[tuple[int, int]] = []
+    for gap, (ops, others) in gaps.items():
+        if ops and others:
+            doubts += _Pairing(a, b, ops, others, bounded=gap < len(anchors)).run()
+    return doubts
+
+
+def _in_order(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The most of these pairs, which are in the order of their first places, that are in the order of their second ones
+    as well."""
+    ends: list[int] = []  # of the runs of each length, the smallest last place, and its pair
+    at: list[int] = []
+    before: list[int] = []
+    for number, (_op, other) in enumerate(pairs):
+        length = bisect_left(ends, other)
+        ends[length : length + 1] = [other]
+        at[length : length + 1] = [number]
+        before.append(at[length - 1] if length else -1)
+    found = []
+    number = at[-1] if at else -1
+    while number >= 0:
+        found.append(pairs[number])
+        number = before[number]
+    return found[::-1]
 
 
 def _pair_read_sources(a: _Side, b: _Side, op: int, other: int) -> None:
@@ -234,8 +339,8 @@ class _Unpaired:
     """The ops of one capture that were not paired at first, in order; those that have been since are passed over, in
     constant time on average: `_ahead` is where to look next, shortened at each look."""
 
-    def __init__(self, side: _Side) -> None:
-        self.ops = [op for op, partner in enumerate(side.partner) if partner < 0 and not side.is_source(op)]
+    def __init__(self, side: _Side, ops: list[int]) -> None:
+        self.ops = ops
         self._partner = side.partner
         self._ahead = list(range(1, len(self.ops) + 1))
         self._furthest = 0  # place that was paired
@@ -264,11 +369,11 @@ class _Unpaired:
 
 
 class _Pairing:
-    """Goes through the unpaired ops of both captures in order."""
+    """Goes through unpaired ops of both captures in order. `bounded`: they are all there are up to a certain pair."""
 
-    def __init__(self, a: _Side, b: _Side) -> None:
-        self.a, self.b = a, b
-        self.left_a, self.left_b = _Unpaired(a), _Unpaired(b)
+    def __init__(self, a: _Side, b: _Side, ops: list[int], others: list[int], *, bounded: bool) -> None:
+        self.a, self.b, self.bounded = a, b, bounded
+        self.left_a, self.left_b = _Unpaired(a, ops), _Unpaired(b, others)
         self.doubts: list[tuple[int, int]] = []
 
     def run(self) -> list[tuple[int, int]]:
@@ -283,6 +388,8 @@ class _Pairing:
                 self._take(*found)
                 continue
             further = self._beyond(i, j)
+            if further is None and self.bounded:
+                return self.doubts
             if further is None:
                 self.doubts.append((op, other))
                 further = self._jump(i, j)
@@ -461,7 +568,7 @@ def _roots(side: _Side, value: int) -> set[int] | None:
             continue
         op = side.value_op[value]
         if op >= 0:
-            new = [each for each in side.read_by(op) if each not in seen]
+            new = [each for each in side.leading_to(op, value) if each not in seen]
             seen.update(new)
             waiting += new
         if len(found) > _MOST_ROOTS or len(seen) > 8 * _MOST_ROOTS:
@@ -472,6 +579,28 @@ def _roots(side: _Side, value: int) -> set[int] | None:
 def _first_paired_use(side: _Side, op: int) -> int:
     users = (use >> 16 for value in side.written_by(op) for use in side.used_by(value))
     return min((user for user in users if side.partner[user] >= 0), default=len(side.partner))
+
+
+def _leaving(a: _Side, b: _Side) -> Iterator[tuple[int, int]]:
+    """Values of a and b at the same place with other labels: that paired ops read, or that are in the same memory at
+    the end. Memory is the same if it had the same value before."""
+    for op, other in enumerate(a.partner):
+        if other >= 0:
+            for value, its in zip(a.read_by(op), b.read_by(other), strict=False):
+                if a.label[value] != b.label[its]:
+                    yield value, its
+    held: list[dict[int, list[list[int]]]] = []  # the values of each storage, in order, by the label of the first one
+    for side in (a, b):
+        by_storage: dict[int, list[int]] = defaultdict(list)
+        for value, storage in enumerate(side.trace.value_storage.tolist()):
+            by_storage[storage].append(value)
+        held.append(defaultdict(list))
+        for values in by_storage.values():
+            held[-1][side.label[values[0]]].append(values)
+    for label, storages in held[0].items():
+        for values, others in zip(storages, held[1].get(label, ()), strict=False):
+            if len(values) > 1 < len(others) and a.label[values[-1]] != b.label[others[-1]]:
+                yield values[-1], others[-1]
 
 
 def _blocks(a: _Side, b: _Side) -> list[Block]:
@@ -503,21 +632,16 @@ def _blocks(a: _Side, b: _Side) -> list[Block]:
     if not group:
         return []
     outputs: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
-    for op, other in enumerate(a.partner):
-        if other < 0:
-            continue
-        for value, its in zip(a.read_by(op), b.read_by(other), strict=False):
-            if a.label[value] == b.label[its]:
-                continue
-            nodes = [
-                (side.number, side.value_op[each])
-                for side, each in ((a, value), (b, its))
-                if side.value_op[each] >= 0 and side.partner[side.value_op[each]] < 0
-            ]
-            if nodes:
-                for node in nodes[1:]:
-                    group[find(node)] = find(nodes[0])
-                outputs[nodes[0]].add((value, its))
+    for value, its in _leaving(a, b):
+        nodes = [
+            (side.number, side.value_op[each])
+            for side, each in ((a, value), (b, its))
+            if side.value_op[each] >= 0 and side.partner[side.value_op[each]] < 0
+        ]
+        if nodes:
+            for node in nodes[1:]:
+                group[find(node)] = find(nodes[0])
+            outputs[nodes[0]].add((value, its))
     members: dict[tuple[int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     leaving: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     for node in sorted(group):

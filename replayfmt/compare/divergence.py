@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .alignment import Alignment
+from .alignment import Alignment, Block
 from .distances import Distance
 from .trace import UNKNOWN, Trace, spans
 
@@ -27,9 +27,10 @@ Judge = Callable[[int, int], Distance]
 
 @dataclass(frozen=True)
 class Root:
-    """Where a difference begins. `a` and `b` are ops, by place; of a `block`, all its ops. `kind`: op (equal inputs,
-    another result), arguments (also other numbers, sizes or dtypes), randomness (another state of the generators),
-    block (ops that stand for each other, or are in one capture alone), or input (content that came from outside)."""
+    """Where a difference begins. `a` and `b` are ops, by place; of a `block`, all its ops and those without a partner
+    that led to them. `kind`: op (equal inputs, another result), arguments (also other numbers, sizes or dtypes),
+    randomness (another state of the generators), block (ops that stand for each other, or are in one capture alone), or
+    input (content that came from outside)."""
 
     kind: str
     a: tuple[int, ...]
@@ -37,6 +38,7 @@ class Root:
     observed: tuple[int, int] | None = None  # of a and b
     doubtful: bool = False  # behind a place where the alignment is not certain
     value: tuple[int, int] | None = None  # of an input
+    block: Block | None = None
 
 
 @dataclass
@@ -227,18 +229,42 @@ class _Finding:
                         pair = int(a.read_value[start + place]), int(b.read_value[its + place])
                         if pair in wanted:
                             reads[pair].append((op, place))
-        roots = []
+        roots, unknown, compared = [], [], []
         for number, block in enumerate(self.alignment.blocks):
             uses = [use for pair in block.outputs for use in reads.get(pair, ())]
             states = [int(self._read(op, place)) for op, place in uses]
+            states += [self._held(*pair) for pair in block.outputs if pair not in reads]
             if not states or NOT_KNOWN in states and DIFFERENT not in states:
-                if self._does_something(block.a, a) or self._does_something(block.b, b):
-                    found.alone.append(number)
+                unknown.append(number)
                 continue
-            if DIFFERENT in states and self._block_inputs(block.a, block.b) == EQUAL:
-                first = block.a[0] if block.a else min(op for op, _place in uses)
-                roots.append((first, Root("block", block.a, block.b, None, self._behind_doubt(first, block.b))))
+            compared.append(block)
+            behind = self._behind_equal(block) if DIFFERENT in states else None
+            if behind is not None:
+                ops, others = behind
+                first = ops[0] if ops else min((op for op, _place in uses), default=a.ops - 1)
+                doubtful = self._behind_doubt(first, others)
+                roots.append((first, Root("block", ops, others, None, doubtful, block=block)))
+        # What only leads to blocks that were compared was compared with them.
+        seen = [
+            self._with_sources(trace, {op for block in compared for op in (block.a if trace is a else block.b)})
+            for trace in (a, b)
+        ]
+        for number in unknown:
+            block = self.alignment.blocks[number]
+            rest = [[op for op in ops if op not in known] for ops, known in zip((block.a, block.b), seen, strict=True)]
+            if self._does_something(rest[0], a) or self._does_something(rest[1], b):
+                found.alone.append(number)
         return roots
+
+    def _held(self, value: int, its: int) -> int:
+        """The state of what leaves a block and no paired op reads."""
+        one, other = int(self.a.value_observed[value]), int(self.b.value_observed[its])
+        if min(one, other) >= 0 and self.a.observed_shape[one] == self.b.observed_shape[other]:
+            same = self.a.observed_hash[one] == self.b.observed_hash[other] or self._close(one, other)
+            return EQUAL if same else DIFFERENT
+        content = self.a.value_content[value]
+        # Other hashes may be of the same bytes, written in another way.
+        return EQUAL if content != UNKNOWN and content == self.b.value_content[its] else NOT_KNOWN
 
     def _read(self, op: int, place: int) -> int:
         kept = self.reads.get(op)
@@ -249,29 +275,42 @@ class _Finding:
         return any(op >= x for x, _y in doubts) or any(other >= y for other in others[:1] for _x, y in doubts)
 
     @staticmethod
-    def _does_something(ops: tuple[int, ...], trace: Trace) -> bool:
+    def _does_something(ops: list[int], trace: Trace) -> bool:
         """Whether ops write anything: views do not."""
         return any(trace.write_first[op] < trace.write_first[op + 1] for op in ops)
 
-    def _block_inputs(self, ops: tuple[int, ...], others: tuple[int, ...]) -> int:
-        """The state of what ops read from outside their block and the other capture has, too. What only one of them
-        has is part of the difference."""
-        partner = self.alignment.partner_of_a
-        for trace, members, is_a in ((self.a, ops, True), (self.b, others, False)):
-            inside = set(members)
-            for op in members:
-                for read in range(int(trace.read_first[op]), int(trace.read_first[op + 1])):
-                    value = int(trace.read_value[read])
+    def _behind_equal(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The ops of a block and those without a partner that led to it, of a and b, if all that these read is in both
+        captures and equal. What only one of them has is part of the difference."""
+        found = []
+        for trace, members, partners in (
+            (self.a, block.a, self.alignment.partner_of_a),
+            (self.b, block.b, self.alignment.partner_of_b),
+        ):
+            inside = self._with_sources(trace, set(members))
+            for op in inside:
+                for value in trace.read_value[trace.read_first[op] : trace.read_first[op + 1]].tolist():
                     source = int(trace.value_op[value])
-                    if source in inside:
-                        continue
-                    if source >= 0:
-                        mine = source if is_a else int(self.alignment.partner_of_b[source])
-                        if mine < 0 or partner[mine] < 0 or int(self.results[mine]) != EQUAL:
-                            return NOT_KNOWN
-                    elif not trace.value_content[value]:
-                        return NOT_KNOWN
-        return EQUAL
+                    if source < 0 and not trace.value_content[value]:
+                        return None
+                    if source >= 0 and source not in inside:
+                        mine = source if trace is self.a else int(partners[source])
+                        if self.results[mine] != EQUAL:
+                            return None
+            found.append(tuple(sorted(inside)))
+        return found[0], found[1]
+
+    def _with_sources(self, trace: Trace, ops: set[int]) -> set[int]:
+        """These ops, and those without a partner that led to them."""
+        partners = self.alignment.partner_of_a if trace is self.a else self.alignment.partner_of_b
+        found, waiting = set(ops), list(ops)
+        while waiting:
+            op = waiting.pop()
+            sources = trace.value_op[trace.read_value[trace.read_first[op] : trace.read_first[op + 1]]]
+            new = {source for source in sources.tolist() if source >= 0 and partners[source] < 0} - found
+            found |= new
+            waiting += new
+        return found
 
     def _trace_consequences(self, found: Divergence) -> None:
         """Follow each root along the data flow of a."""
@@ -288,9 +327,8 @@ class _Finding:
             else:
                 for op in root.a:
                     begins.setdefault(op, number)
-            if root.kind == "block":
-                block = next(each for each in self.alignment.blocks if each.a == root.a and each.b == root.b)
-                for value, _its in block.outputs:
+            if root.block is not None:
+                for value, _its in root.block.outputs:
                     origin.setdefault(value, number)
         reads, first = a.read_value.tolist(), a.read_first.tolist()
         writes, write_first = a.writes.tolist(), a.write_first.tolist()

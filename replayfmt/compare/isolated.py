@@ -8,8 +8,8 @@ what it writes. The replay goes on with its own results, and both are compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
@@ -93,14 +93,22 @@ class OtherWay:
         as they are. Raises whatever it raises."""
         function = self._replaced(site) or site.original
         args, named = copies
-        after = self.states(site)
+        with (
+            self.drawing_from(site, states),
+            settings_changed(self._settings, self._names) if self._settings else nullcontext(),
+        ):
+            returned = function(*args, **named)
+        return Outcome.of(site, returned, args, named)
+
+    @contextmanager
+    def drawing_from(self, site: CallSite, states: list[torch.Tensor]) -> Iterator[None]:
+        """With the random generators in these states; afterwards they are as they were before."""
+        before = self.states(site)
         self._restore(states)
         try:
-            with settings_changed(self._settings, self._names) if self._settings else nullcontext():
-                returned = function(*args, **named)
+            yield
         finally:
-            self._restore(after)
-        return Outcome.of(site, returned, args, named)
+            self._restore(before)
 
     def states(self, site: CallSite) -> list[torch.Tensor]:
         """The states of the random generators that an op may draw from."""
@@ -348,7 +356,8 @@ class _BothWays(KernelStandIn):
 
             def outputs(taken: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor] | None:
                 try:
-                    return list(Outcome.of(site, site.original(*taken, **named), taken, named).values.values())
+                    with way.drawing_from(site, states):
+                        return list(Outcome.of(site, site.original(*taken, **named), taken, named).values.values())
                 except Exception:
                     return None
 

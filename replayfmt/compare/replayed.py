@@ -7,7 +7,8 @@ results are not the captured ones.
 
 Tolerances of their own for ops whose results differ (`auto`) come from a replay of capture a: such an op runs again on
 its inputs, in float64 and perturbed by one unit in the last place, or by as much as the inputs differ between the
-captures (`replayfmt.pytorch.rounding`). It is to blame if its results are off by more than `MARGIN` times all that.
+captures (`replayfmt.pytorch.rounding`). It is to blame if its results are off by more than `MARGIN` times all that. The
+ops of a block run so one after the other, each with inputs that are off by what those before it explain.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from replayfmt.format.codes import StorageOrigin
 from replayfmt.format.model import TensorDigest
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.overloads import find_overload
-from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of
+from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of, wide
 from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
 from replayfmt.pytorch.tensors.memory import byte_tensor, tensors_in, undispatched
 from replayfmt.replay.plan import Plan
@@ -167,7 +168,7 @@ _EXACT = Tolerance("exact")
 def explain(made: Comparison, options: Mapping[str, Any], on_progress: Progress) -> None:
     """Clear the differences that rounding and the inputs' own differences explain; the others are roots."""
     found = made.divergence
-    spreads = _spreads(made, options, on_progress)
+    spreads, errors = _spreads(made, options, on_progress)
     blamed: dict[int, tuple[int, int]] = {}
     unknown: list[int] = []
     for one, other in found.observed:
@@ -183,7 +184,11 @@ def explain(made: Comparison, options: Mapping[str, Any], on_progress: Progress)
     found.within = found.different - len(kept)
     found.observed = kept
     limit = min((x for x, _y in made.alignment.doubts), default=made.a.trace.ops)
-    others = [root for root in found.roots if root.kind in ("block", "input", "randomness")]
+    others = [
+        root
+        for root in found.roots
+        if root.kind in ("input", "randomness") or (root.kind == "block" and not _is_within(made, root, errors))
+    ]
     roots = [
         Root(
             "op" if made.alignment.exact[op] else "arguments",
@@ -217,14 +222,34 @@ def _is_explained(made: Comparison, one: int, other: int, spread: dict[int, floa
     return far.absolute <= MARGIN * allowed
 
 
-def _spreads(made: Comparison, options: Mapping[str, Any], on_progress: Progress) -> dict[int, dict[int, float]]:
-    """For each op with differing results: how far it explains each of them to be off, by place."""
+def _is_within(made: Comparison, root: Root, errors: Mapping[int, float]) -> bool:
+    """Whether what leaves a block is off by no more than its ops in a explain."""
+    assert root.block is not None
+    for value, its in root.block.outputs:
+        one, other = int(made.a.trace.value_observed[value]), int(made.b.trace.value_observed[its])
+        if min(one, other) < 0 or made.a.trace.observed_shape[one] != made.b.trace.observed_shape[other]:
+            return False
+        if made.a.trace.observed_hash[one] != made.b.trace.observed_hash[other]:
+            spread = {int(made.a.trace.observed_as[one]): errors[value]} if value in errors else None
+            if not _is_explained(made, one, other, spread):
+                return False
+    return True
+
+
+def _spreads(
+    made: Comparison, options: Mapping[str, Any], on_progress: Progress
+) -> tuple[dict[int, dict[int, float]], dict[int, float]]:
+    """For each op with differing results: how far it explains each of them to be off, by place. For the ops of blocks:
+    how far each value that they write may be off, by all that led to it in the block."""
     a = made.a
     ops = {int(a.trace.observed_op[one]) for one, _other in made.divergence.observed} - {-1}
-    if not ops:
-        return {}
-    ordinals = {a.ordinal(op): op for op in ops}
+    inside = {op for root in made.divergence.roots if root.kind == "block" for op in root.a}
+    if not ops | inside:
+        return {}, {}
+    ordinals = {a.ordinal(op): op for op in ops | inside}
     found: dict[int, dict[int, float]] = {}
+    errors: dict[int, float] = {}
+    relative: dict[int, float] = {}  # the same, relative to the size of the value
     done = 0
 
     def on_op(isolated: IsolatedOp) -> None:
@@ -244,11 +269,31 @@ def _spreads(made: Comparison, options: Mapping[str, Any], on_progress: Progress
             return
         finally:
             isolated.restore()
-        found[op] = _spread(overload, call.arguments, call.named, _input_errors(made, op))
+        if op not in inside:
+            found[op] = _spread(overload, call.arguments, call.named, _input_errors(made, op))
+            return
+        reads = a.trace.read_value[a.trace.read_first[op] : a.trace.read_first[op + 1]].tolist()
+        written = a.trace.writes[a.trace.write_first[op] : a.trace.write_first[op + 1]].tolist()
+        storage = a.trace.value_storage
+        at = {int(storage[read]): place for place, read in enumerate(reads)}
+        places = [at.get(int(storage[value])) for value in written]
+
+        def outputs(taken: tuple[Any, ...], by_name: dict[str, Any]) -> list[torch.Tensor] | None:
+            return _values_of(overload, taken, by_name, places)
+
+        known = [relative.get(read, float("nan")) for read in reads]
+        with undispatched():
+            before = outputs(call.arguments, call.named)
+            spread = spread_of(before, rounding_runs(outputs, call.arguments, call.named, known))
+        for place, far in spread.items():
+            assert before is not None
+            errors[written[place]] = far
+            size = float(wide(before[place]).square().mean().sqrt())
+            relative[written[place]] = far / size if size else float("nan")
 
     with Plan(a.reader, keep_going=True, **options) as plan:
         plan.examine(on_op, plan.preparation.slice(list(ordinals)))
-    return found
+    return found, errors
 
 
 def _input_errors(made: Comparison, op: int) -> list[float]:
@@ -291,6 +336,25 @@ def _spread(
 
     with undispatched():
         return spread_of(outputs(arguments, named), rounding_runs(outputs, arguments, named, errors))
+
+
+def _values_of(
+    overload: OpOverload, arguments: tuple[Any, ...], named: dict[str, Any], places: list[int | None]
+) -> list[torch.Tensor] | None:
+    """The values that an op writes, on copies: those in place are its n-th tensors, the others are new; None if it
+    fails."""
+    clones = Clones()
+    taken, by_name = clones.of(list(arguments)), clones.of(named)
+    tensors = tensors_in([*taken, *by_name.values()])
+    try:
+        returned = overload(*taken, **by_name)
+    except Exception:
+        return None
+    seen = {tensor.untyped_storage()._cdata for tensor in tensors}
+    new = {each.untyped_storage()._cdata: each for each in reversed(tensors_in(returned))}
+    fresh = [each for key, each in reversed(new.items()) if key not in seen]
+    made = [fresh.pop(0) if place is None and fresh else tensors[place or 0] for place in places]
+    return made if all(each.layout is torch.strided for each in made) else None
 
 
 def _outputs(overload: OpOverload, arguments: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor] | None:

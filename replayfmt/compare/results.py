@@ -477,7 +477,8 @@ def _next(made: Comparison) -> str:
     if made.first is not None:
         ordinal = made.first.ordinals[1][0]
         return f"opreplay-dump --ops={ordinal}:{ordinal + 1} {made.b.reader.path}"
-    if made.a.replayed is None:
+    everywhere = all(side.reader.session.policies.get("digests") == "ops" for side in (made.a, made.b))
+    if made.a.replayed is None and not everywhere:
         return f"opreplay-compare --replay {paths} compares the results of replays; or capture with --digests=ops"
     return f"opreplay-compare --format=jsonl {paths} lists everything"
 

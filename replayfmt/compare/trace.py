@@ -31,6 +31,8 @@ U = np.uint64
 _NOT_IN_KEYS = (ValueKind.device, ValueKind.process_group, ValueKind.generator)
 _PLAIN, _RESULT = 1, 2  # of an int slot: a plain number among the arguments, among the results; 0: an id
 _DRAWS = re.compile(r"(^|_)(rand|randn|randint|randperm|bernoulli|dropout|rrelu|multinomial|normal|uniform|poisson)")
+# Operators that work on lists of tensors element by element; others (cat, meshgrid) mix them.
+_BY_ELEMENT = re.compile(r"aten::_(foreach|fused)_")
 _ORIGINS = {
     ValueKind.payload: StorageOrigin.payload,
     ValueKind.range: StorageOrigin.external_file,
@@ -69,11 +71,15 @@ class Trace:
     value_op: np.ndarray
     value_content: np.ndarray
     value_bytes: np.ndarray
+    value_storage: np.ndarray
+    value_observed: np.ndarray  # the last observation of all of its memory, -1 for none
     observed_op: np.ndarray
     observed_as: np.ndarray
     observed_hash: np.ndarray
     observed_shape: np.ndarray
     observed_at: np.ndarray  # ordinal of the record with the digest; of a scalar, the op's own
+    # By op, of ops that work on lists element by element: the element of each read, -1 if it is for all.
+    elements: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def ops(self) -> int:
@@ -118,6 +124,7 @@ class _Signatures:
         self.int_kinds: dict[int, np.ndarray] = {}
         self.arg_floats = np.zeros(count, np.int64)
         self.written: dict[int, np.ndarray] = {}
+        self.elements: dict[int, list[int]] = {}
         self._kernels: dict[int, tuple[int, bool, frozenset[str] | None]] = {}
 
     def need(self, used: np.ndarray) -> None:
@@ -137,6 +144,12 @@ class _Signatures:
                 ints += [plain if node.kind is ValueKind.int else 0] * count
                 self.arg_floats[number] += floats if plain is _PLAIN else 0
         self.int_kinds[number] = np.array(ints, np.uint8)
+        if _BY_ELEMENT.match(self._reader.kernels[signature.kernel].name if signature.kernel else ""):
+            self.elements[number] = elements = [-1] * layout.arg_tensors
+            for each in layout.args:
+                if each.node.kind is ValueKind.list:
+                    for element, slot in enumerate(each.tensors):
+                        elements[slot] = element
         slots = [s for each in layout.args if written is None or each.node.name in written for s in each.tensors]
         self.written[number] = np.array(slots, np.int64)
 
@@ -241,6 +254,7 @@ class _Reading:
         self.meta_bytes = np.array([0, *sizes], np.int64)
         self.content_kinds: dict[int, ValueKind] = {}  # by signature
         self.ops = 0
+        self.elements: dict[int, list[int]] = {}
         self.born: dict[int, int] = {}
 
     def _meta(self, number: int, strides: bool = True) -> int:
@@ -296,11 +310,14 @@ class _Reading:
             trace_values["op"],
             content,
             trace_values["bytes"],
+            trace_values["storage"],
+            _of_values(observed, trace_values),
             observed["op"],
             observed["as"],
             observed["hash"],
             observed["shape"],
             observed["at"],
+            self.elements,
         )
 
     def _frame(self, frame: RecordFrame, generators: list[tuple[int, int]]) -> None:
@@ -382,6 +399,8 @@ class _Reading:
         form = _sums(mix(self.shapes[meta], place + 1), taken)
         key = about.key[signature] + _sums(mix(geometry, place + 1), taken)
         key += self._scalars(frame, rows, signature, place_from=1 << 20)
+        for row in np.flatnonzero(np.isin(signature, list(about.elements))).tolist() if about.elements else ():
+            self.elements[self.ops + row] = about.elements[int(signature[row])]
         # Writes: arguments by the schema, and results on memory that is not an argument's.
         op = np.arange(self.ops, self.ops + len(rows))
         made = frame.tensor_first[rows + 1] - first - taken
@@ -476,6 +495,7 @@ class _Reading:
             digest_hash=digest_content(found.low, found.high),
             digest_shape=self.shapes[found.meta],
             digest_geometry=mix(self.metas[found.meta], 1) ^ mix(found.offset, 2),
+            digest_bytes=self.meta_bytes[found.meta],
         )
 
     def _values(
@@ -537,6 +557,8 @@ class _Reading:
             "id": np.concatenate((take("digest_id", np.int64), np.zeros(count, np.int64))),
             "time": np.concatenate((np.where(late, 2 * at, 2 * of + 1), np.zeros(count, np.int64))),
             "geometry": np.concatenate((take("digest_geometry", U), np.zeros(count, U))),
+            "storage": np.concatenate((storage, np.zeros(count, np.int64))),
+            "bytes": np.concatenate((take("digest_bytes", np.int64), np.zeros(count, np.int64))),
         }
 
 
@@ -579,6 +601,16 @@ def _contents(values: dict[str, np.ndarray], observed: dict[str, np.ndarray]) ->
             if earlier >= 0 and content[earlier]:
                 content[place_] = hash((int(content[earlier]), own_hash)) & 0xFFFFFFFFFFFFFFFF | 2
     return content
+
+
+def _of_values(observed: dict[str, np.ndarray], values: dict[str, np.ndarray]) -> np.ndarray:
+    """The last observation of each value that shows all of its memory, -1 for none."""
+    value = _last(values["storage"], values["time"], observed["storage"], observed["time"] + 1)
+    shown = np.flatnonzero((value >= 0) & (observed["storage"] > 0))
+    shown = shown[observed["bytes"][shown] >= values["bytes"][value[shown]]]
+    found = np.full(len(values["storage"]), -1)
+    np.maximum.at(found, value[shown], shown)
+    return found
 
 
 def _direct(

@@ -40,7 +40,8 @@ class Program:
         self.next_name += 1
         return self.next_name
 
-    def trace(self) -> Trace:
+    def trace(self, *, digests: bool = False) -> Trace:
+        """`digests`: of all that is read."""
         count = [len(op.reads) for op in self.ops]
         made = [len(op.writes) for op in self.ops]
         read = {value for op in self.ops for value in op.reads} & self.outside.keys()
@@ -56,6 +57,8 @@ class Program:
         number = {value: place for place, (_time, value, _op) in enumerate(events)}
         reads = [number[value] for op in self.ops for value in op.reads]
         none, empty = np.zeros(len(reads), U), np.zeros(0, np.int64)
+        meaning = self.meanings()[1] if digests else {}
+        direct = np.array([meaning.get(value, 0) % (1 << 64) for op in self.ops for value in op.reads], U)
         return Trace(
             "program",
             np.arange(len(self.ops)),
@@ -67,13 +70,15 @@ class Program:
             np.concatenate(([0], np.cumsum(count))).astype(np.int64),
             np.array(reads, np.int64),
             np.full(len(reads), -1),
-            none,
+            direct,
             none,
             np.concatenate(([0], np.cumsum(made))).astype(np.int64),
             np.array([number[value] for op in self.ops for value in op.writes], np.int64),
             np.array([op for _time, _value, op in events], np.int64),
             np.array([self.outside[value][0] if op < 0 else 0 for _time, value, op in events], U),
             np.array([self.outside[value][1] if op < 0 else 0 for _time, value, op in events], np.int64),
+            np.arange(len(events)),
+            np.full(len(events), -1),
             empty,
             empty,
             none[:0],

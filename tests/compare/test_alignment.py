@@ -22,14 +22,14 @@ EDITS = settings(deadline=None, max_examples=150, derandomize=True, suppress_hea
 
 @pytest.mark.slow
 @EDITS
-@given(st.integers(0, 1 << 32), st.integers(2, 25), st.integers(0, 5), st.booleans())
+@given(st.integers(0, 1 << 32), st.integers(2, 25), st.integers(0, 5), st.booleans(), st.booleans())
 def test_of_an_edited_program_the_known_mapping_is_found_or_refused(
-    seed: int, layers: int, edits: int, contents: bool
+    seed: int, layers: int, edits: int, contents: bool, digests: bool
 ) -> None:
     dice = random.Random(seed)
     program = layered(dice, layers, contents=contents)
     changed = edited(program, dice, edits)
-    found = align(program.trace(), changed.trace())
+    found = align(program.trace(digests=digests), changed.trace(digests=digests))
     assert not wrong_pairs(program, changed, found.partner_of_a.tolist())
     for place, partner in enumerate(found.partner_of_a.tolist()):
         assert partner < 0 or found.partner_of_b[partner] == place
@@ -46,13 +46,13 @@ def real(intact: Callable[[str], Path]) -> list[Program]:
 
 @pytest.mark.slow
 @EDITS
-@given(st.integers(0, 1 << 32), st.integers(0, 3), st.integers(0, 6))
+@given(st.integers(0, 1 << 32), st.integers(0, 3), st.integers(0, 6), st.booleans())
 def test_of_an_edited_capture_the_known_mapping_is_found_or_refused(
-    real: list[Program], seed: int, which: int, edits: int
+    real: list[Program], seed: int, which: int, edits: int, digests: bool
 ) -> None:
     program, dice = real[which], random.Random(seed)
     changed = edited(program, dice, edits)
-    found = align(program.trace(), changed.trace())
+    found = align(program.trace(digests=digests), changed.trace(digests=digests))
     assert not wrong_pairs(program, changed, found.partner_of_a.tolist())
 
 

@@ -276,3 +276,85 @@ def test_a_digest_of_what_is_no_op_is_compared_with_nothing(made: Made, of: int)
     change_records(other, edit)
     found = replayfmt.compare(one, other)
     assert not found.roots and found.divergence.compared == whole.divergence.compared - 1
+
+
+def training(made: Made, name: str, order: tuple[int, ...] = (0, 1, 2), **options: object) -> Path:
+    """Steps of AdamW on batches that were there before, in this order."""
+    batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 6))
+
+    def program() -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **{"foreach": False, **options})
+        for number in order:
+            optimizer.zero_grad()
+            (model(batches[number]) - batches[number]).square().mean().backward()
+            optimizer.step()
+        model(batches[0]).sum().item()
+
+    return made(name, program)
+
+
+def test_one_op_for_all_parameters_stands_for_the_ops_for_each(made: Made) -> None:
+    """What follows is aligned, and the memory that they wrote last is compared."""
+    found = replayfmt.compare(training(made, "loop"), training(made, "all", foreach=True))
+    assert found.outcome == "equal" and not found.alignment.doubts, found.text
+    wrong = replayfmt.compare(training(made, "loop again"), training(made, "rate", foreach=True, weight_decay=0.3))
+    assert wrong.first is not None and wrong.first.kind == "block", wrong.text
+    assert any("_foreach_" in name for name in wrong.first.kernels[1])
+
+
+def test_a_fused_op_for_all_parameters_is_off_by_no_more_than_rounding_explains(made: Made) -> None:
+    a, b = training(made, "loop"), training(made, "fused", foreach=None, fused=True)
+    exact = replayfmt.compare(a, b)
+    assert exact.first is not None and exact.first.kind == "block", exact.text
+    found = replayfmt.compare(a, b, tolerance="auto")
+    assert not found.roots and not found.alignment.doubts and found.divergence.within > 20, found.text
+    off = replayfmt.compare(a, training(made, "off", foreach=None, fused=True, eps=1e-3), tolerance="auto")
+    assert off.first is not None and "aten::_fused_adamw_.default" in off.first.kernels[1], off.text
+
+
+def test_attention_as_one_op_and_as_its_parts_differ_by_what_rounding_explains(made: Made) -> None:
+    q, k, v = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(0)).unbind()
+
+    def whole(scale: float) -> None:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale).mul(2).sum().item()
+
+    def parts() -> None:
+        ((q @ k.transpose(-2, -1)) * 8**-0.5).softmax(-1).matmul(v).mul(2).sum().item()
+
+    a, b = made("whole", lambda: whole(8**-0.5)), made("parts", parts)
+    assert replayfmt.compare(a, b).first is not None
+    assert replayfmt.compare(a, b, tolerance="auto").outcome == "equal"
+    off = replayfmt.compare(made("off", lambda: whole(0.35)), b, tolerance="auto")
+    assert off.first is not None and any("scaled_dot_product" in name for name in off.first.kernels[0]), off.text
+
+
+def test_data_in_another_order_are_content_from_outside_that_differs(made: Made) -> None:
+    found = replayfmt.compare(training(made, "a"), training(made, "b", (0, 2, 1)))
+    assert found.alignment.share == 1 and not found.alignment.doubts, found.text
+    assert found.first is not None and found.first.kind == "input", found.text
+
+
+def test_data_that_were_drawn_in_another_order_are_named(made: Made) -> None:
+    def program(seeds: tuple[int, ...]) -> None:
+        w = torch.ones(6)
+        for seed in seeds:
+            w.add_(torch.randn(6, generator=torch.Generator().manual_seed(seed)).mul(w).tanh())
+        w.sum().item()
+
+    found = replayfmt.compare(made("a", lambda: program((1, 2, 3))), made("b", lambda: program((1, 3, 2))))
+    assert found.first is not None and found.first.kind == "randomness", found.text
+    assert found.alignment.share == 1
+
+
+def test_an_op_that_writes_in_place_what_another_reads_later_is_in_what_is_blamed(made: Made) -> None:
+    def program(inplace: bool) -> None:
+        x = torch.linspace(-1, 1, 8).mul(3)
+        for _ in range(3):
+            y = torch.nn.functional.relu(x, inplace=inplace).mul(0.5)
+            x = x.add(y)
+        x.sum().item()
+
+    found = replayfmt.compare(made("a", lambda: program(False)), made("b", lambda: program(True)))
+    assert found.first is not None and "aten::relu_.default" in found.first.kernels[1], found.text

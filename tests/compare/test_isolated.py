@@ -96,6 +96,24 @@ def test_a_substituted_kernel_is_the_other_way(capture: Capture, tmp_path: Path)
     assert [(each.kernel, each.beyond) for each in found.kernels] == [("aten::exp.default", 2)]
 
 
+def test_deriving_the_tolerance_of_an_op_that_draws_draws_nothing_from_the_replay(
+    capture: Capture, tmp_path: Path
+) -> None:
+    def program(x: torch.Tensor) -> None:
+        torch.empty_like(x).normal_().mul(x).add(torch.rand(6)).sum().item()
+
+    file = tmp_path / "off.py"
+    file.write_text("def normal(self, mean=0.0, std=1.0, generator=None):\n    return self.normal_().add_(1e-7)\n")
+    found = isolate(
+        capture(program),
+        substitutions=[f"aten::normal_={file}:normal"],
+        substitution_tolerance=Tolerance(1.0, 1.0),
+        tolerance="auto",
+    )
+    assert found.divergence is None and found.outcome == "equal", found.text
+    assert sum(each.different for each in found.kernels) == 1
+
+
 def test_an_op_that_cannot_run_the_other_way_is_named_and_the_replay_goes_on(capture: Capture) -> None:
     found = isolate(capture(lambda x: torch.ops.sided.refuses(x).add(1)), settings=["num_threads=2"])
     assert found.compared == 3 and found.outcome == "different"
