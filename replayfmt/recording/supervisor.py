@@ -39,15 +39,27 @@ if TYPE_CHECKING:
 
 
 def output_path(template: str, environment: dict[str, str], pid: int) -> str:
-    """`template` with `{rank}`, `{pid}` and `{host}` filled in. Raises UsageError if ranks would share a file."""
+    """`template` with `{rank}`, `{pid}` and `{host}` filled in. What torchrun starts again, after a rank has failed,
+    goes to `restart1`, `restart2`, ...: the earlier files are there. Raises UsageError if ranks would share a file."""
+    names = ("RANK", "0"), ("WORLD_SIZE", "1"), ("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        rank, ranks = (int(environment.get(name) or default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        rank, ranks, restarts = (int(environment.get(name) or default) for name, default in names)
     except ValueError as error:
-        raise UsageError(f"the environment variables RANK and WORLD_SIZE must be integers: {error}") from None
+        raise UsageError(
+            f"the environment variables {', '.join(name for name, _ in names)} must be integers: {error}"
+        ) from None
     template = template.replace("{host}", platform.node())
     if "RANK" in environment and is_folder(template):
-        os.makedirs(template, exist_ok=True)
         template = os.path.join(template, RANK_FILE)
+        if restarts:
+            folder, name = os.path.split(template)
+            above, host = os.path.split(folder)
+            of_host = [host] if host == platform.node() else []
+            template = os.path.join(above if of_host else folder, f"restart{restarts}", *of_host, name)
+        os.makedirs(os.path.dirname(template), exist_ok=True)
+    elif restarts:
+        stem, ending = os.path.splitext(template)
+        template = f"{stem}.restart{restarts}{ending}"
     if ranks > 1 and "{rank}" not in template and "{pid}" not in template:
         raise UsageError(
             f"WORLD_SIZE is {ranks}, and every rank would write to {template}; put {{rank}} or {{pid}} "

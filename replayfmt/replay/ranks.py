@@ -14,8 +14,9 @@ import os
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -23,10 +24,11 @@ import torch
 import torch.distributed as dist
 
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError, first_line
-from replayfmt.format.rank_files import describe, group_of, judge, rank_file, world_size
+from replayfmt.format.rank_files import describe, group_of, judge, listed, members_of, rank_file, world_size
 from replayfmt.pytorch.collectives import Call, are_left_out, played_by
 
 _KEY = "opreplay"
+_FAILED = f"{_KEY}/failed"
 _LONGEST_PAUSE_S = 0.05  # between two looks at the store
 _FUNCTIONAL = {
     "all_reduce": "allreduce_",
@@ -60,22 +62,39 @@ class Ranks:
         self._store = dist.distributed_c10d._get_default_store()
         self.turns = 0
 
-    def say(self, what: str, value: Any) -> None:
-        self._store.set(f"{_KEY}/{what}", base64.b64encode(zlib.compress(json.dumps(value).encode())).decode())
+    def _stored(self, do: str, key: Any, *values: str) -> Any:
+        """What the store does. Raises ReplayFailed if it is gone, with the rank that held it, or does not answer."""
+        try:
+            return getattr(self._store, do)(key, *values)
+        except RuntimeError as error:
+            why = f"the store of all ranks does not answer ({first_line(error)})"
+            raise ReplayFailed(f"rank {self.rank}: {why}") from None
 
-    def hear(self, what: str, *, of_the_end: bool = False) -> Any:
-        """What a rank says. Raises ReplayFailed if it says nothing in time, or, but `of_the_end`, if a rank has failed
-        meanwhile."""
-        key, failed, pause_s = f"{_KEY}/{what}", f"{_KEY}/failed", 0.001
-        until = time.monotonic() + self._timeout.total_seconds()
-        while not self._store.check([key]):
-            if not of_the_end and self._store.check([failed]):
-                raise ReplayFailed(f"rank {self.rank}: nothing more was run: {self._store.get(failed).decode()} failed")
+    def say(self, what: str, value: Any) -> None:
+        self._stored("set", f"{_KEY}/{what}", base64.b64encode(zlib.compress(json.dumps(value).encode())).decode())
+
+    def _said(self, what: str) -> Any:
+        return json.loads(zlib.decompress(base64.b64decode(self._stored("get", f"{_KEY}/{what}"))))
+
+    def _who_failed(self) -> str:
+        return self._stored("get", _FAILED).decode() if self._stored("check", [_FAILED]) else ""
+
+    def hear(self, what: str, *, end_by: float | None = None) -> Any:
+        """What a rank says. Raises ReplayFailed if it says nothing in time, or if a rank has failed meanwhile.
+        `end_by`: at the end, when some may have failed: until then."""
+        pause_s = 0.001
+        until = self._deadline() if end_by is None else end_by
+        while not self._stored("check", [f"{_KEY}/{what}"]):
+            if end_by is None and (failed := self._who_failed()):
+                raise ReplayFailed(f"rank {self.rank}: nothing more was run: {failed} failed")
             if time.monotonic() > until:
                 raise ReplayFailed(f"no answer within {self._timeout.total_seconds():g} s ({what})")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return json.loads(zlib.decompress(base64.b64decode(self._store.get(key))))
+        return self._said(what)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout.total_seconds()
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """What all ranks say, on rank 0; nothing on the others."""
@@ -91,7 +110,8 @@ class Ranks:
 
     def fail(self) -> None:
         """Nobody need wait for this rank any more."""
-        self._store.compare_set(f"{_KEY}/failed", "", f"rank {self.rank}")  # the first one: others follow from it
+        with suppress(ReplayFailed):  # no store: the others hear that, too
+            self._stored("compare_set", _FAILED, "", f"rank {self.rank}")  # the first one: others follow from it
 
     def playing(self) -> AbstractContextManager[None]:
         """Inside, collectives are what they are with these ranks."""
@@ -101,22 +121,19 @@ class Ranks:
         """This rank has done its part."""
 
     def end(self, code: int) -> int:
-        """Returns the exit code of all ranks."""
-        self.say(f"code/{self.rank}", code)
-        codes = []
+        """Returns the exit code of all ranks; that of one that does not say it is 1."""
+        codes, end_by = [code], self._deadline()
+        with suppress(ReplayFailed):  # then nobody can be heard, either
+            self.say(f"code/{self.rank}", code)
         for rank in range(self.world):
             try:
-                codes.append(self.hear(f"code/{rank}", of_the_end=True))
+                codes.append(self.hear(f"code/{rank}", end_by=end_by))
             except ReplayFailed:
                 codes.append(1)
-        # Rank 0 may hold the store: it leaves last.
-        self.say(f"left/{self.rank}", None)
-        if self.rank == 0:
-            for rank in range(self.world):
-                try:
-                    self.hear(f"left/{rank}", of_the_end=True)
-                except ReplayFailed:
-                    break
+        with suppress(ReplayFailed):  # whoever is gone does not say so
+            self.say(f"left/{self.rank}", None)
+            for rank in range(self.world if self.rank == 0 else 0):  # it may hold the store: it leaves last
+                self.hear(f"left/{rank}", end_by=end_by)
         return max(codes)
 
 
@@ -135,9 +152,10 @@ class Together(Ranks):
                 f"{folder}; one rank alone: {self.tool} {rank_file(folder, 0)}"
             )
         super().__init__(folder, timeout_s)
-        self.path = rank_file(folder, self.rank)
         self._groups: dict[tuple[tuple[int, ...], int], Any] = {}
-        self._works: dict[int, tuple[Call, Any, Any]] = {}
+        self._works: dict[int, tuple[Call, int, Any, Any]] = {}
+        self._launched: Counter[str] = Counter()  # of each group; of sends and receives, of each pair and tag
+        self._over = threading.Event()
         self._begun = False
         self._closing: threading.Thread | None = None
         heard = self.gather("says", describe(folder, self.rank, self.world))
@@ -149,6 +167,7 @@ class Together(Ranks):
             raise ReplayRefused(
                 f"{folder}: these files cannot be replayed together; nothing was run", verdict["findings"]
             )
+        self.path = rank_file(folder, self.rank)
         everyone = tuple(range(self.world))
         for members, instance in verdict["groups"]:
             group = (
@@ -157,6 +176,46 @@ class Together(Ranks):
                 else dist.new_group(members, timeout=self._timeout)
             )
             self._groups[tuple(members), instance] = group
+        self._period_s = min(timeout_s / 8, 1.0)
+        self._telling = threading.Thread(target=self._tell, daemon=True)
+        self._telling.start()
+
+    def _tell(self) -> None:
+        """Say now and then what this rank has launched: a rank that waits in vain hears who did not come, even if that
+        one can say nothing any more."""
+        told = 0
+        with suppress(ReplayFailed):
+            while not self._over.wait(self._period_s):
+                launched = dict(self._launched)
+                if sum(launched.values()) != told:
+                    self.say(f"launched/{self.rank}", launched)
+                    told = sum(launched.values())
+
+    def _absent(self, call: Call, count: int) -> str:
+        """The ranks that have not launched what is the `count`th of its kind here."""
+        members = members_of(call.ranks)
+        others, kind = [rank for rank in members if rank != self.rank], self._kinds(call)[1]
+        if call.pairs:
+            others = [members[call.peer]] if call.peer >= 0 else []
+        time.sleep(2 * self._period_s)  # until all that can have told
+        absent = []
+        for rank in others:
+            said = f"launched/{rank}"
+            told = self._said(said) if self._stored("check", [f"{_KEY}/{said}"]) else {}
+            if told.get(kind, 0) < count:
+                absent.append(rank)
+        return f"; not launched by {'rank' if len(absent) == 1 else 'ranks'} {listed(absent)}" if absent else ""
+
+    def _kinds(self, call: Call) -> tuple[str, str]:
+        """What launches such as this one are counted by on this rank, and on those that it meets."""
+        name = str(self.group(call).group_name)
+        if not call.pairs:
+            return name, name
+        peer = members_of(call.ranks)[call.peer] if call.peer >= 0 else -1
+        sends = "send" in call.operator
+        ends = (self.rank, peer) if sends else (peer, self.rank)
+        sent, received = (f"{name} {word} {ends} {call.tag}" for word in ("sent", "received"))
+        return (sent, received) if sends else (received, sent)
 
     def fail(self) -> None:
         """Likewise; whoever waits for it in a collective is told by the connection, which is closed."""
@@ -169,6 +228,8 @@ class Together(Ranks):
 
     def end(self, code: int) -> int:
         of_all = super().end(code)
+        self._over.set()
+        self._telling.join(self._timeout.total_seconds())
         if self._closing is not None:
             self._closing.join(self._timeout.total_seconds())
         return of_all
@@ -178,7 +239,7 @@ class Together(Ranks):
 
     def group(self, call: Call) -> Any:
         """The group that a collective is on."""
-        return self._groups[tuple(map(int, call.ranks.split(","))), call.instance]
+        return self._groups[members_of(call.ranks), call.instance]
 
     def begin(self) -> None:
         """This rank is about to launch its first collective, or ends without one. Raises ReplayFailed if another rank
@@ -191,26 +252,31 @@ class Together(Ranks):
 
     def launch(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         self.begin()
+        kind = self._kinds(call)[0]
+        count = self._launched[kind] = self._launched[kind] + 1
         try:
-            self._works[call.work] = call, issue(self.group(call), call, inputs, outputs), (inputs, outputs)
+            self._works[call.work] = call, count, issue(self.group(call), call, inputs, outputs), (inputs, outputs)
         except RuntimeError as error:
-            raise self._failure(call, error) from None
+            raise self._failure(call, count, error) from None
 
     def wait(self, work: int, outputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-        call, waiting, _kept = self._works.pop(work, (None, None, None))
+        call, count, waiting, _kept = self._works.pop(work, (None, 0, None, None))
         if waiting is not None and call is not None:
             try:
                 waiting.wait()
             except RuntimeError as error:
-                raise self._failure(call, error) from None
+                raise self._failure(call, count, error) from None
 
-    def _failure(self, call: Call, error: Exception) -> ReplayFailed:
-        failed, gone = f"{_KEY}/failed", ""
-        if self._store.check([failed]):
-            gone = f"; {self._store.get(failed).decode()} failed"
+    def _failure(self, call: Call, count: int, error: Exception) -> ReplayFailed:
+        try:
+            why = self._absent(call, count)
+            if failed := self._who_failed():
+                why += f"; {failed} failed"
+        except ReplayFailed as gone:
+            why = f"; {gone}"
         return ReplayFailed(
             f"rank {self.rank}: {call.operator}, collective {call.number} of the group of ranks {call.ranks}, did not "
-            f"end ({first_line(error)}){gone}"
+            f"end ({first_line(error)}){why}"
         )
 
     def finish(self) -> None:

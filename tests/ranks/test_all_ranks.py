@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections import Counter
@@ -119,6 +120,60 @@ def test_a_rank_that_fails_ends_all_of_them(copy: Path) -> None:
     assert code == other != 0 and "as it should" in why, why
     assert "c10d::allreduce_, collective 1 of the group of ranks 0,1, did not end" in text
     assert "rank 1 failed" in text
+
+
+SLEEPS = "[time.sleep(0.05) for _ in iter(lambda: os.path.exists('told'), True)]"
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", SLEEPS])
+def test_a_rank_that_does_not_come_is_named(copy: Path, who: int, how: str) -> None:
+    """Whether it was killed, with the store perhaps, or does something else meanwhile."""
+    (copy / "late.py").write_text(
+        f"import os, time\ndef kernel(a, b):\n    if os.environ['RANK'] == '{who}':\n        {how}\n    return a * b\n"
+    )
+    run = f"{launching.BIN / 'opreplay-run'} --collective-timeout=4 out/ --replay-kernel-substitution="
+    wait = f"sh -c '{run}aten::mul.Tensor=late.py:kernel'; code=$?; touch told; exit $code"
+    launched = launching.launch(copy, "sh", "-c", wait)
+    assert all(code for code, _text in launched), launched
+    said = launched[1 - who][1]
+    assert "c10d::allreduce_, collective 1 of the group of ranks 0,1, did not end" in said, launched
+    killed_with_the_store = who == 0 and how != SLEEPS
+    assert ("does not answer" if killed_with_the_store else f"not launched by rank {who}") in said, launched
+    assert "Traceback" not in said
+
+
+RESTARTED = """
+a = torch.ones(4) * (rank + 1)
+dist.all_reduce(a)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if rank == 1:
+        sys.exit(3)
+    dist.all_reduce(a)      # rank 1 does not come
+out("sum", a * 2)
+"""
+
+
+def test_a_job_that_torchrun_starts_again_is_captured_again(tmp_path: Path) -> None:
+    """As it would have gone on without a capture, beside what the first start left."""
+    (tmp_path / "program.py").write_text(launching.BEGIN + RESTARTED + launching.END)
+    torchrun = [launching.BIN / "torchrun", "--nproc-per-node=2", "--max-restarts=1", "--standalone", "--no-python"]
+    done = subprocess.run(
+        [*torchrun, launching.BIN / "opreplay-capture", "-o", "out/", "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/rank1.opreplay").exists()  # that of the first start
+    again = tmp_path / "out/restart1"
+    assert json.loads((again / "manifest.json").read_text())["problems"] == []
+    (tmp_path / "out").rename(tmp_path / "all")
+    (tmp_path / "all/restart1").rename(tmp_path / "out")
+    (code, text), (other, silent) = together(tmp_path)
+    assert (code, other) == (0, 0), text + silent
 
 
 SCOPES = """
