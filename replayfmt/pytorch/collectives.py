@@ -309,7 +309,8 @@ def run_identity() -> str:
     from torch.distributed import distributed_c10d as c10d
 
     try:
-        agreed = c10d._get_default_store().compare_set("opreplay/run", "", uuid.uuid4().hex)
+        # A connection of its own: on that of the program another thread may wait for a key, and nobody else is served.
+        agreed = c10d._get_default_store().clone().compare_set("opreplay/run", "", uuid.uuid4().hex)
     except (RuntimeError, ValueError, NotImplementedError):
         return ""
     return agreed.decode(errors="replace") if isinstance(agreed, bytes) else ""

@@ -146,7 +146,6 @@ class InFlight:
             launch.written = [known.get(id(tensor)) or self._use(_OUTPUTS, tensor) for tensor in parts.outputs]
         except Unrepresentable as problem:
             return problem
-        launch.made = self._number(launch.meaning)
         launch.began_ns = time.perf_counter_ns()
         return launch
 
@@ -174,8 +173,8 @@ class InFlight:
             for tensor in tensors_in((*launch.args, *launch.kwargs.values())):
                 self._wait_for_tensor(tensor, launch.began_ns, ended_ns)
             return
-        made, written = launch.made, launch.written
-        assert made is not None
+        made, written = self._number(meaning), launch.written  # one that raised has no number: it met no other
+        launch.made = made
         if not meaning.operator.startswith("c10d::"):
             storages = {use.storage._cdata for use in written}
             returned = [tensor for tensor in tensors_in(result) if storage_of(tensor)._cdata not in storages]

@@ -234,7 +234,9 @@ class CapturedProgram:
         try:
             summary = self._close()
         except OpReplayError as error:
-            self._failure = self._failure or error
+            # A rank that had nothing to do: with an exit code for it, torchrun would end those that are at work.
+            if not (isinstance(error, NothingCaptured) and int(os.environ.get("WORLD_SIZE") or 1) > 1):
+                self._failure = self._failure or error
             _say(f"opreplay-capture: {error.status}: {error}")
         except Exception as error:
             # A bug in the recorder. During exit it would only be printed, and the exit code would be that of a good
@@ -262,9 +264,10 @@ class CapturedProgram:
         if self._recorder is None:
             if self._failure is not None:
                 return ""
-            raise CaptureFailed(
+            raise NothingCaptured(
                 f"{self._shown_path}: no op was captured, because the program never imported torch; "
-                f"{self._children.sentence()}{self._about_children()}; no file was written"
+                f"{self._children.sentence()}{self._about_children()}",
+                "no file was written",
             )
         nothing = None
         try:
@@ -272,7 +275,7 @@ class CapturedProgram:
         except NothingCaptured as error:
             nothing = error
             if not os.path.exists(self._path):
-                raise CaptureFailed(f"{self._shown_path}: {self._about_nothing(nothing)}") from None
+                raise NothingCaptured(f"{self._shown_path}: {self._about_nothing()}", nothing.file) from None
         from replayfmt.format.reader import open_capture
 
         with contextlib.closing(open_capture(self._path)) as capture:
@@ -289,7 +292,7 @@ class CapturedProgram:
             f"unsupported: {unsupported}"
         )
         if nothing is not None:
-            raise CaptureFailed(f"{text}; {self._about_nothing(nothing)}")
+            raise NothingCaptured(f"{text}; {self._about_nothing()}", nothing.file)
         return text
 
     def _write_manifest(self) -> None:
@@ -305,9 +308,9 @@ class CapturedProgram:
         if is_whole(folder, world):
             write_manifest(folder, checked=False)
 
-    def _about_nothing(self, nothing: NothingCaptured) -> str:
+    def _about_nothing(self) -> str:
         limits = " within the limits of what is to be recorded" if self._options.limited else ""
-        return f"no op was captured{limits}; {self._children.sentence()}{self._about_children()}; {nothing.file}"
+        return f"no op was captured{limits}; {self._children.sentence()}{self._about_children()}"
 
     def _about_children(self) -> str:
         if not self._children.seen:

@@ -258,6 +258,8 @@ def test_a_program_that_imports_torch_and_issues_no_op_leaves_no_file(tmp_path):
     assert not list(tmp_path.glob("idle.opreplay*"))
     done = capture(tmp_path, "-o", "idle.opreplay", "--start-op=5", "idle.py")
     assert "no op was captured within the limits of what is to be recorded" in done.stderr
+    done = capture(tmp_path, "-o", "out/", "idle.py", WORLD_SIZE="2", RANK="1")
+    assert done.returncode == 0 and "no op was captured" in done.stderr  # torchrun would end the other ranks
 
 
 @pytest.mark.slow

@@ -156,7 +156,12 @@ out("sum", a * 2)
 
 def test_a_job_that_torchrun_starts_again_is_captured_again(tmp_path: Path) -> None:
     """As it would have gone on without a capture, beside what the first start left."""
-    (tmp_path / "program.py").write_text(launching.BEGIN + RESTARTED + launching.END)
+    # The store outlives a start, and gloo would find the addresses of the earlier one.
+    own = """"gloo", rank=int(os.environ["RANK"]), world_size=2, store=dist.PrefixStore(
+    os.environ["TORCHELASTIC_RESTART_COUNT"],
+    dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False))"""
+    program = launching.BEGIN.replace('"gloo"', own) + RESTARTED + launching.END
+    (tmp_path / "program.py").write_text(program)
     torchrun = [launching.BIN / "torchrun", "--nproc-per-node=2", "--max-restarts=1", "--standalone", "--no-python"]
     done = subprocess.run(
         [*torchrun, launching.BIN / "opreplay-capture", "-o", "out/", "program.py"],

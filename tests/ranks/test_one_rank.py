@@ -8,6 +8,7 @@ import pytest
 
 import replayfmt
 from replayfmt.errors import ReplayRefused
+from replayfmt.format.rank_files import events_of
 from replayfmt.format.reader import open_capture
 
 from . import launching
@@ -41,6 +42,11 @@ small = dist.new_group([0, 1]); c = t.clone(); dist.all_reduce(c, group=small); 
 dist.barrier()
 """
 WAITS = """
+if rank == 0:
+    try:
+        dist.all_gather([torch.empty(3)] * 2, torch.ones(2))      # raises, and meets nobody
+    except RuntimeError:
+        pass
 pair = torch.ones(2, 1 << 14) * (rank + 1); pair = pair * 1
 work = dist.all_reduce(pair[0], async_op=True)
 other = pair[1] * 3                       # of the same storage, not in flight
@@ -128,6 +134,32 @@ def test_a_llama_that_is_spread_over_ranks_generates_and_replays(tmp_path: Path)
     assert replayfmt.run(files(tmp_path)[1], verify="bitwise").outcome == "ok"
     together = launching.launch(tmp_path, launching.BIN / "opreplay-run", "--verify=bitwise", "out/")
     assert [code for code, _text in together] == [0, 0] and "verified: bitwise" in together[0][1]
+
+
+LISTENING = """
+import datetime, threading
+store, heard = dist.distributed_c10d._get_default_store(), []
+def listen():
+    store.wait(["go"], datetime.timedelta(seconds=20))
+    heard.append("go")
+listener = threading.Thread(target=listen)
+if rank == 0:
+    listener.start()
+    time.sleep(0.5)
+a = torch.ones(4)
+dist.all_reduce(a)
+if rank == 1:
+    store.set("go", "")      # which comes after what both of them do
+else:
+    listener.join()
+print(rank, "heard", heard, flush=True)
+"""
+
+
+def test_a_thread_that_waits_in_the_store_holds_up_no_collective(tmp_path: Path) -> None:
+    assert launching.captured(tmp_path, LISTENING) == ["0 heard ['go']", "1 heard []"]
+    runs = {event["run"] for path in files(tmp_path) for event in events_of(open_capture(path)) if event.get("run")}
+    assert len(runs) == 1
 
 
 def test_results_are_recorded_once_and_only_the_bytes_that_were_written(tmp_path: Path) -> None:
