@@ -310,7 +310,8 @@ def run_identity() -> str:
 
     try:
         # A connection of its own: on that of the program another thread may wait for a key, and nobody else is served.
-        agreed = c10d._get_default_store().clone().compare_set("opreplay/run", "", uuid.uuid4().hex)
+        store: Any = c10d._get_default_store()
+        agreed = store.clone().compare_set("opreplay/run", "", uuid.uuid4().hex)
     except (RuntimeError, ValueError, NotImplementedError):
         return ""
     return agreed.decode(errors="replace") if isinstance(agreed, bytes) else ""
