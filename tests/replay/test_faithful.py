@@ -127,6 +127,8 @@ def composite_layouts() -> None:
     csr = coo.to_dense().to_sparse_csr()
     csr.values().add_(1)
     csr.to_dense().sum().item()
+    columns = csr.to_dense().to_sparse_csc()
+    (columns + columns).to_dense().sum().item()  # only of one and the same tensor
     q = torch.quantize_per_tensor(torch.randn(4), 0.1, 3, torch.quint8)
     q.view(2, 2).dequantize().sum().item()
     scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([0, 1])
