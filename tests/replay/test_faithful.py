@@ -129,6 +129,8 @@ def composite_layouts() -> None:
     csr.to_dense().sum().item()
     columns = csr.to_dense().to_sparse_csc()
     (columns + columns).to_dense().sum().item()  # only of one and the same tensor
+    once_more = torch.sparse_csr_tensor(torch.tensor([0, 3, 3]), torch.tensor([1, 0, 1]), torch.ones(3), (2, 2))
+    (once_more @ torch.ones(2, 4)).sum().item()  # indices that are not sorted, and more than there are columns
     q = torch.quantize_per_tensor(torch.randn(4), 0.1, 3, torch.quint8)
     q.view(2, 2).dequantize().sum().item()
     scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([0, 1])

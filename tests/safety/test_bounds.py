@@ -167,6 +167,11 @@ def _parts() -> dict[str, tuple[Any, ...]]:
         "sparse_coo": (torch.tensor([[0, 1], [1, 0]]), torch.ones(2), (2, 2), True),
         "sparse_csr": (torch.tensor([0, 1, 2]), torch.tensor([0, 1]), torch.ones(2), (2, 2)),
         "sparse_csc": (torch.tensor([0, 1, 2]), torch.tensor([0, 1]), torch.ones(2), (2, 2)),
+        # Not in order, and one twice: 2 rows and 3 columns (of blocks), of which a kernel may use all.
+        "sparse_csr unordered": (torch.tensor([0, 4, 4]), torch.tensor([2, 0, 2, 1]), torch.ones(4), (2, 3)),
+        "sparse_csc unordered": (torch.tensor([0, 0, 1, 4]), torch.tensor([1, 1, 0, 1]), torch.ones(4), (2, 3)),
+        "sparse_bsr unordered": (torch.tensor([0, 4, 4]), torch.tensor([2, 0, 2, 1]), torch.ones(4, 2, 1), (4, 3)),
+        "sparse_bsc unordered": (torch.tensor([0, 0, 1, 4]), torch.tensor([1, 1, 0, 1]), torch.ones(4, 1, 2), (2, 6)),
         "quantized_per_channel": (
             torch.ones(2, 3, dtype=torch.int8),
             torch.qint8,
@@ -188,6 +193,14 @@ BROKEN: list[tuple[str, int, Callable[[Any], Any]]] = [
     ("sparse_csr", 0, lambda rows: rows * 1000),
     ("sparse_csr", 2, lambda values: values[:1]),
     ("sparse_csc", 0, lambda rows: -rows),
+    ("sparse_csr unordered", 1, lambda plain: plain + 1),
+    ("sparse_csc unordered", 1, lambda plain: plain + 1),
+    ("sparse_bsr unordered", 1, lambda plain: plain + 1),
+    ("sparse_bsc unordered", 1, lambda plain: plain + 1),
+    ("sparse_csr unordered", 1, lambda plain: plain - 1),
+    ("sparse_csr unordered", 0, lambda rows: rows * torch.tensor([1, 2, 1])),
+    ("sparse_csc unordered", 0, lambda columns: columns + 1),
+    ("sparse_bsr unordered", 0, lambda rows: rows + torch.tensor([0, 0, 1])),
     ("quantized_per_channel", 2, lambda scales: scales[:1]),
     ("quantized_per_channel", 4, lambda axis: 7),
     ("quantized_per_channel", 4, lambda axis: -3),
@@ -209,6 +222,7 @@ def test_tensors_made_of_others_are_checked_before_a_kernel_sees_them(
     form: str, place: int, change: Callable[[Any], Any]
 ) -> None:
     parts = list(_parts()[form])
+    form = form.split()[0]
     with undispatched():
         assert put_together(form, parts) is not None
         parts[place] = change(parts[place])

@@ -386,11 +386,28 @@ def check_sparse_coo(indices: torch.Tensor, values: torch.Tensor, sizes: Sequenc
 def check_sparse_compressed(
     compressed: torch.Tensor, plain: torch.Tensor, values: torch.Tensor, sizes: Sequence[int], layout: torch.layout
 ) -> None:
-    """Raises ValueError if PyTorch's own invariants of compressed tensors do not hold."""
+    """Raises ValueError if kernels would read beyond the parts of a compressed tensor: if PyTorch's own invariants do
+    not hold, apart from sorted and distinct indices, which programs do without."""
     try:
         torch._validate_sparse_compressed_tensor_args(compressed, plain, values, list(sizes), layout)
     except (RuntimeError, IndexError) as error:
-        raise ValueError(f"a sparse tensor's parts do not go together: {first_line(error)}") from None
+        of_content = str(error).rstrip().endswith("is not satisfied.")  # types and shapes hold then
+        if not (of_content and _is_within(compressed, plain, values, sizes, _COMPRESSED_DIMENSION[layout])):
+            raise ValueError(f"a sparse tensor's parts do not go together: {first_line(error)}") from None
+
+
+def _is_within(
+    compressed: torch.Tensor, plain: torch.Tensor, values: torch.Tensor, sizes: Sequence[int], dimension: int
+) -> bool:
+    batch, has_blocks = compressed.dim() - 1, values.dim() > len(sizes)
+    limit = sizes[batch + 1 - dimension] // (values.shape[batch + 2 - dimension] if has_blocks else 1)
+    return bool(
+        (compressed[..., 0] == 0).all()
+        and (compressed[..., -1] == plain.shape[-1]).all()
+        and (compressed.diff() >= 0).all()
+        and (plain >= 0).all()
+        and (plain < limit).all()
+    )
 
 
 def check_per_channel(sizes: tuple[int, ...], scales: torch.Tensor, zero_points: torch.Tensor, axis: int) -> None:
