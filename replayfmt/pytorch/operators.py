@@ -100,7 +100,8 @@ _EMPTY = frozenset(
 _LOOKS = frozenset({
     "_assert_tensor_metadata", "_fused_sdp_choice", "_has_compatible_shallow_copy_type", "_has_same_storage_numel",
     "_nested_tensor_storage_offsets", "_version", "can_cast", "device", "dim", "is_contiguous",
-    "is_pinned", "is_same_size", "is_set_to", "layout", "numel", "output_nr",
+    "is_pinned", "is_same_size", "is_set_to", "layout", "numel", "output_nr", "q_per_channel_axis",
+    "q_per_channel_scales", "q_per_channel_zero_points", "q_scale", "q_zero_point", "qscheme",
     "requires_grad_", "result_type", "size", "stride", "sym_is_contiguous", "sym_numel", "sym_size",
     "sym_storage_offset", "sym_stride",
 })

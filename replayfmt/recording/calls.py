@@ -313,6 +313,8 @@ class CallRecorder:
                 unwritten = Unwritten.explained
             if self._listed and kernel.own and self._holds_list(tensor, storage):
                 unwritten = Unwritten.explained
+            if kernel.operator.packs:  # what packed parameters are copied or loaded by fills the weight unseen
+                storages.filled(tracker, storage)
             tracker = storages.use(tracker, storage, reads, kernel.name, unwritten, region, writes and not kernel.own)
         if tracker.imports and not call.kernel.own and not (tracker.state is not None and tracker.state.arbitrary):
             self._handles.check_content(tensor)

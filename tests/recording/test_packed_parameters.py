@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -357,3 +358,23 @@ def test_what_an_object_held_outlives_it() -> None:
     form, parts = take_apart(PACKED["embedding"][0]())  # its scales are a window on the object, which is gone
     assert form == "packed_embedding_per_channel"
     assert all(part.untyped_storage().resizable() for part in parts if isinstance(part, torch.Tensor))
+
+
+@pytest.mark.parametrize("kind", ["conv", "linear"])
+def test_copied_modules_replay_though_pytorch_unpacks_their_weights_without_an_operator(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(torch.backends.quantized, "engine", "fbgemm")
+
+    def program() -> Any:
+        if kind == "conv":
+            module, weight, x = torch.ao.nn.quantized.Conv2d(3, 4, 3), per_channel(4, 3, 3, 3), image(1, 3, 5, 5)
+        else:
+            module, weight, x = torch.ao.nn.quantized.Linear(12, 4), per_channel(4, 12), image(2, 12)
+        module.set_weight_bias(weight, torch.zeros(4))
+        return module(x).dequantize(), copy.deepcopy(module)(x).dequantize()
+
+    captured = capture(program)
+    assert torch.equal(*captured.returned)
+    assert captured.unsupported() == {}
+    captured.replays()
