@@ -139,6 +139,12 @@ def composite_layouts() -> None:
     (nested * 2).to_padded_tensor(0.0).sum().item()
 
 
+def a_tensor_attached_to_its_own_memory() -> None:
+    x = torch.arange(12.0).view(3, 4)
+    x.set_(x.untyped_storage(), 2, (2, 2)).mul_(3)
+    x.set_(x).sum().item()
+
+
 def draws_from_default_and_own_generators() -> None:
     own = torch.Generator()
     own.manual_seed(3)
@@ -201,6 +207,7 @@ def results_that_only_inputs_with_gradients_have() -> None:
         forward_mode_and_vmap,
         lists_and_results_of_every_kind,
         composite_layouts,
+        a_tensor_attached_to_its_own_memory,
         draws_from_default_and_own_generators,
         settings_changed_on_the_way,
         an_op_that_raises,

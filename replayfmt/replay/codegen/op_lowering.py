@@ -356,7 +356,8 @@ class OpLine:
         storages = [None if arg in changed else frame.storages[first + arg] for arg in passed]
         given: dict[int, int] = {}
         for position, arg in enumerate(passed):
-            given.setdefault(frame.storages[first + arg], position)
+            if arg or not operator_named(self.template.kernel.schema.name).attaches_memory:  # else it is a stand-in
+                given.setdefault(frame.storages[first + arg], position)
         given |= {storage: position for position, storage in reversed(list(enumerate(storages))) if storage is not None}
         expected: dict[int, ExpectedTensor] = {}
         for place in layout.results:
