@@ -95,7 +95,7 @@ class Planted(OtherWay):
         for place, (key, result) in enumerate(made.values.items()):
             if not spreads.get(place) or not result.isfinite().all():
                 continue
-            faulty = result.detach().clone()
+            faulty = result.detach().clone(memory_format=torch.contiguous_format)
             element = faulty.abs().argmax()
             sign = 1.0 if faulty.flatten()[element] >= 0 else -1.0
             wanted = faulty.double().flatten()[element] - sign * self.times * MARGIN * spreads[place]

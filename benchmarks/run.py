@@ -28,6 +28,7 @@ SCRIPTS = (
     "file_size",
     "large_capture",
     "comparing_captures",
+    "derived_tolerances",
     "kernel_tasks",
     "dump_rows",
     "payload_speed",

@@ -35,8 +35,11 @@ from .trace import UNKNOWN, Trace, U
 
 _NEAR = 48  # unpaired ops that are looked through for one that reads the same values
 _WINDOWS = (48, 192, 768)  # ops of both captures that are aligned where there is none
-_MOST_ROOTS = 16
+_MOST_ROOTS = 16  # of values that are looked at for a pair that may be one; of one that seems to be, all are
+_MUCH = 0.9  # share of the ops of the smaller capture that should have a partner
+_ALIKE = 0.8  # share of the roots of two values with many that has to be common
 _COMPARED_PAIRS = 30_000
+_DEEP_LOOKS = 100  # places where many ops without a partner are looked through; each takes a fifth of a second
 _FOLLOWED = 3  # steps along the data flow that have to be alike behind a pair that is accepted at a change
 
 
@@ -74,13 +77,16 @@ class Alignment:
 
 @collector_paused()
 def align(a: Trace, b: Trace) -> Alignment:
-    """Align two captures. What came from outside is the same if its content is, first of all; where that leaves doubts,
-    it is the same by order as well: data may have been swapped."""
-    sides, doubts = _aligned(a, b, by_order=False)
-    if doubts:
-        swapped, others = _aligned(a, b, by_order=True)
-        if sum(each >= 0 for each in swapped[0].partner) > sum(each >= 0 for each in sides[0].partner):
-            sides, doubts = swapped, others
+    """Align two captures. What came from outside is the same if its content is, first of all; where that leaves much
+    without a partner, it is the same by order as well: data may have been swapped. What is still left is looked for
+    behind many ops."""
+    sides, doubts = _aligned(a, b)
+    for way in ({"by_order": True}, {"looks": _DEEP_LOOKS}, {"by_order": True, "looks": _DEEP_LOOKS}):
+        if not doubts and sides[0].pairs > _MUCH * min(a.ops, b.ops):
+            break
+        others, its_doubts = _aligned(a, b, **way)
+        if others[0].pairs > sides[0].pairs:
+            sides, doubts = others, its_doubts
     one, other = sides
     partner = np.array(one.partner, np.int64)
     exact = (partner >= 0) & (a.key == b.key[np.maximum(partner, 0)]) if len(b.key) else partner >= 0
@@ -89,12 +95,14 @@ def align(a: Trace, b: Trace) -> Alignment:
     return found
 
 
-def _aligned(a: Trace, b: Trace, *, by_order: bool) -> tuple[tuple[_Side, _Side], list[tuple[int, int]]]:
+def _aligned(
+    a: Trace, b: Trace, *, by_order: bool = False, looks: int = 0
+) -> tuple[tuple[_Side, _Side], list[tuple[int, int]]]:
     """Both captures with their partners, and the doubts."""
     sides = _Side(a, 0), _Side(b, 1)
     _name_outside(*sides, by_order=by_order)
     _same_function(*sides, by_order=by_order)
-    doubts = _pair_between(*sides, _same_content(*sides))
+    doubts = _pair_between(*sides, _same_content(*sides), looks)
     _pair_sources(*sides)
     return sides, doubts
 
@@ -119,6 +127,10 @@ class _Side:
         self.value_op: list[int] = trace.value_op.tolist()
         self.label: list[int] = [-2 * value - 1 - number for value in range(len(trace.value_op))]
         self.partner: list[int] = [-1] * trace.ops
+
+    @property
+    def pairs(self) -> int:
+        return sum(partner >= 0 for partner in self.partner)
 
     def read_by(self, op: int) -> list[int]:
         return self.reads[self.first[op] : self.first[op + 1]]
@@ -154,6 +166,11 @@ class _Side:
     def is_source(self, op: int) -> bool:
         """Whether it reads nothing, so that only its consumers tell which one it is."""
         return self.first[op] == self.first[op + 1]
+
+    def is_alone(self, op: int) -> bool:
+        """Whether it has no partner, and does not just compute again what an op of both captures does."""
+        written = self.written_by(op)
+        return self.partner[op] < 0 and not (written and all(map(self.shared, written)))
 
     def shared(self, value: int) -> bool:
         """Whether the value has a counterpart."""
@@ -273,7 +290,7 @@ def _same_content(a: _Side, b: _Side) -> list[tuple[int, int]]:
     return anchors
 
 
-def _pair_between(a: _Side, b: _Side, anchors: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _pair_between(a: _Side, b: _Side, anchors: list[tuple[int, int]], looks: int) -> list[tuple[int, int]]:
     """Pair what is left between each two anchors; the doubts behind the last one. Between anchors there are none: what
     is behind the second one is certain."""
     gaps: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
@@ -285,7 +302,9 @@ def _pair_between(a: _Side, b: _Side, anchors: list[tuple[int, int]]) -> list[tu
     doubts: list[tuple[int, int]] = []
     for gap, (ops, others) in gaps.items():
         if ops and others:
-            doubts += _Pairing(a, b, ops, others, bounded=gap < len(anchors)).run()
+            pairing = _Pairing(a, b, ops, others, bounded=gap < len(anchors), looks=looks)
+            doubts += pairing.run()
+            looks = pairing.looks
     return doubts
 
 
@@ -369,10 +388,11 @@ class _Unpaired:
 
 
 class _Pairing:
-    """Goes through unpaired ops of both captures in order. `bounded`: they are all there are up to a certain pair."""
+    """Goes through unpaired ops of both captures in order. `bounded`: they are all there are up to a certain pair.
+    `looks` is how many deep looks are left."""
 
-    def __init__(self, a: _Side, b: _Side, ops: list[int], others: list[int], *, bounded: bool) -> None:
-        self.a, self.b, self.bounded = a, b, bounded
+    def __init__(self, a: _Side, b: _Side, ops: list[int], others: list[int], *, bounded: bool, looks: int) -> None:
+        self.a, self.b, self.bounded, self.looks = a, b, bounded, looks
         self.left_a, self.left_b = _Unpaired(a, ops), _Unpaired(b, others)
         self.doubts: list[tuple[int, int]] = []
 
@@ -387,7 +407,10 @@ class _Pairing:
             if found is not None:
                 self._take(*found)
                 continue
-            further = self._beyond(i, j)
+            further = self._beyond(i, j) or self._behind_views(i, j)
+            if further is None and self.looks:
+                self.looks -= 1
+                further = self._beyond(i, j, deep=True)
             if further is None and self.bounded:
                 return self.doubts
             if further is None:
@@ -439,28 +462,38 @@ class _Pairing:
         reads, others = a.read_by(op), b.read_by(other)
         return len(reads) == len(others) and all(map(self._same_value, reads, others))
 
-    def _beyond(self, i: int, j: int) -> tuple[int, int] | None:
-        """Pair the first ops that certainly belong together again; where to go on."""
+    def _beyond(self, i: int, j: int, *, deep: bool = False) -> tuple[int, int] | None:
+        """Pair the first ops that certainly belong together again; where to go on. `deep`: also behind many ops without
+        a partner, as a compiled model is, and not only behind a few."""
         for size, loose in [*((size, False) for size in _WINDOWS), (_WINDOWS[0], True)]:
             ops = [self.left_a.ops[i], *self.left_a.near(i, size)]
             others = [self.left_b.ops[j], *self.left_b.near(j, size)]
             whole = len(ops) <= size and len(others) <= size
-            for x, y in self._certain(ops, others, loose):
+            for x, y in self._certain(ops, others, loose, deep):
                 if not whole and (x > size // 2 or y > size // 2):
                     break
-                if self._compatible(ops[x], others[y], {}) and self._continues(ops[x], others[y]):
+                if self._compatible(ops[x], others[y], {}, deep=deep) and self._continues(ops[x], others[y]):
                     self._take(ops[x], others[y])
                     return bisect_left(self.left_a.ops, ops[x]), bisect_left(self.left_b.ops, others[y])
         return None
 
-    def _certain(self, ops: list[int], others: list[int], loose: bool) -> list[tuple[int, int]]:
+    def _behind_views(self, i: int, j: int) -> tuple[int, int] | None:
+        """The places of the next ops that write something: without a partner for a view there is no doubt."""
+        found = []
+        for left, side, place in ((self.left_a, self.a, i), (self.left_b, self.b, j)):
+            while place < len(left.ops) and not side.written_by(left.ops[place]):
+                place = left.next(place + 1)
+            found.append(place)
+        return None if found == [i, j] else (found[0], found[1])
+
+    def _certain(self, ops: list[int], others: list[int], loose: bool, deep: bool) -> list[tuple[int, int]]:
         """The places of pairs that are in every longest common subsequence in which one of them is at all."""
         keys = (self.a.loose, self.b.loose) if loose else (self.a.key, self.b.key)
         equal = np.array([keys[0][op] for op in ops])[:, None] == np.array([keys[1][op] for op in others])
         known: dict[tuple[int, int], set[int] | None] = {}
         if equal.sum() <= _COMPARED_PAIRS:
             for x, y in np.argwhere(equal).tolist():
-                equal[x, y] = self._compatible(ops[x], others[y], known, weakly=True) is not False
+                equal[x, y] = self._compatible(ops[x], others[y], known, weakly=True, deep=deep) is not False
         before = np.zeros((len(ops) + 1, len(others) + 1), np.int32)
         after = np.zeros_like(before)
         for x in range(len(ops)):
@@ -473,11 +506,17 @@ class _Pairing:
         return [(x, y) for x, y in np.argwhere(alone).tolist()]
 
     def _compatible(
-        self, op: int, other: int, known: dict[tuple[int, int], set[int] | None], weakly: bool = False
+        self,
+        op: int,
+        other: int,
+        known: dict[tuple[int, int], set[int] | None],
+        *,
+        weakly: bool = False,
+        deep: bool = False,
     ) -> bool | None:
         """Whether what they read is the same, or may come from the same values through ops that have no partner; None
-        if nothing of it certainly does. `weakly`: or from ops of one kernel. `known` are roots that were found before.
-        """
+        if nothing of it certainly does. `weakly`: or from ops of one kernel. `deep`: or mostly from the same values, if
+        these are many. `known` are roots that were found before."""
         reads, others = self.a.read_by(op), self.b.read_by(other)
         if len(reads) != len(others):
             return False
@@ -491,12 +530,19 @@ class _Pairing:
                     return False  # different results of one op
                 if weakly:
                     continue
-            roots, its_roots = self._roots(self.a, value, known), self._roots(self.b, its, known)
-            if roots is None or its_roots is None or not (roots <= its_roots or its_roots <= roots):
+            most = len(self.a.label) if deep and not weakly else _MOST_ROOTS
+            roots, its_roots = self._roots(self.a, value, known, most), self._roots(self.b, its, known, most)
+            if roots is None or its_roots is None:
+                if deep:
+                    continue
+                return False
+            common = roots & its_roots
+            few = min(len(roots), len(its_roots))
+            if len(common) < (few if few <= _MOST_ROOTS else _ALIKE * len(roots | its_roots)):
                 return False
             if self.a.shared(value) and self.b.shared(its):
                 return False
-            some = some or bool(roots & its_roots)
+            some = some or bool(common)
         return True if some else None
 
     def _same_kernel(self, value: int, its: int) -> bool:
@@ -513,10 +559,10 @@ class _Pairing:
         return side.written_by(side.value_op[value]).index(value)
 
     @staticmethod
-    def _roots(side: _Side, value: int, known: dict[tuple[int, int], set[int] | None]) -> set[int] | None:
+    def _roots(side: _Side, value: int, known: dict[tuple[int, int], set[int] | None], most: int) -> set[int] | None:
         key = side.number, value
         if key not in known:
-            known[key] = _roots(side, value)
+            known[key] = _roots(side, value, most)
         return known[key]
 
     def _continues(self, op: int, other: int, steps: int = _FOLLOWED) -> bool:
@@ -557,8 +603,8 @@ class _Pairing:
         return len(self.left_a.ops), len(self.left_b.ops)
 
 
-def _roots(side: _Side, value: int) -> set[int] | None:
-    """The labels of the shared values that a value comes from through ops without a partner; None: too many."""
+def _roots(side: _Side, value: int, most: int) -> set[int] | None:
+    """The labels of the shared values that a value comes from through ops without a partner; None: more than `most`."""
     found: set[int] = set()
     seen, waiting = {value}, [value]
     while waiting:
@@ -571,7 +617,7 @@ def _roots(side: _Side, value: int) -> set[int] | None:
             new = [each for each in side.leading_to(op, value) if each not in seen]
             seen.update(new)
             waiting += new
-        if len(found) > _MOST_ROOTS or len(seen) > 8 * _MOST_ROOTS:
+        if len(found) > most or len(seen) > 8 * most:
             return None
     return found
 
@@ -616,14 +662,14 @@ def _blocks(a: _Side, b: _Side) -> list[Block]:
 
     for side in (a, b):
         shown: dict[tuple[int, int], int] = {}  # of each group: the first paired op that reads what it wrote
-        for op, partner in enumerate(side.partner):
-            if partner >= 0:
+        for op in range(len(side.partner)):
+            if not side.is_alone(op):
                 continue
             mine = find((side.number, op))
             shown[mine] = _first_paired_use(side, op)
             for value in side.read_by(op):
                 source = side.value_op[value]
-                if source < 0 or side.partner[source] >= 0:
+                if source < 0 or not side.is_alone(source):
                     continue
                 before = find((side.number, source))
                 if before != mine and shown[before] > op:  # else it may depend on what the group led to
@@ -636,7 +682,7 @@ def _blocks(a: _Side, b: _Side) -> list[Block]:
         nodes = [
             (side.number, side.value_op[each])
             for side, each in ((a, value), (b, its))
-            if side.value_op[each] >= 0 and side.partner[side.value_op[each]] < 0
+            if side.value_op[each] >= 0 and side.is_alone(side.value_op[each])
         ]
         if nodes:
             for node in nodes[1:]:

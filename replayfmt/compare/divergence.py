@@ -39,6 +39,8 @@ class Root:
     doubtful: bool = False  # behind a place where the alignment is not certain
     value: tuple[int, int] | None = None  # of an input
     block: Block | None = None
+    # Of a block: the values of a that differ when they leave it, and the observations of them and theirs; -1 for none.
+    leaving: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass
@@ -232,18 +234,26 @@ class _Finding:
         roots, unknown, compared = [], [], []
         for number, block in enumerate(self.alignment.blocks):
             uses = [use for pair in block.outputs for use in reads.get(pair, ())]
-            states = [int(self._read(op, place)) for op, place in uses]
-            states += [self._held(*pair) for pair in block.outputs if pair not in reads]
-            if not states or NOT_KNOWN in states and DIFFERENT not in states:
+            states = {
+                pair: [self._read(*use) for use in reads[pair]] if pair in reads else [self._held(*pair)]
+                for pair in block.outputs
+            }
+            known = {state for each in states.values() for state in each}
+            if not known or NOT_KNOWN in known and DIFFERENT not in known:
                 unknown.append(number)
                 continue
             compared.append(block)
-            behind = self._behind_equal(block) if DIFFERENT in states else None
+            behind = self._behind_equal(block) if DIFFERENT in known else None
             if behind is not None:
                 ops, others = behind
                 first = ops[0] if ops else min((op for op, _place in uses), default=a.ops - 1)
                 doubtful = self._behind_doubt(first, others)
-                roots.append((first, Root("block", ops, others, None, doubtful, block=block)))
+                leaving = tuple(
+                    (pair[0], *self._shown(pair, reads.get(pair, [])))
+                    for pair in block.outputs
+                    if DIFFERENT in states[pair]
+                )
+                roots.append((first, Root("block", ops, others, None, doubtful, block=block, leaving=leaving)))
         # What only leads to blocks that were compared was compared with them.
         seen = [
             self._with_sources(trace, {op for block in compared for op in (block.a if trace is a else block.b)})
@@ -256,10 +266,22 @@ class _Finding:
                 found.alone.append(number)
         return roots
 
+    def _shown(self, pair: tuple[int, int], uses: list[tuple[int, int]]) -> tuple[int, int]:
+        """Observations of the same of both values: of all of their memory, or as paired ops read them."""
+        one, other = int(self.a.value_observed[pair[0]]), int(self.b.value_observed[pair[1]])
+        found = [(one, other)]
+        for op, place in uses:
+            its = int(self.b.read_first[self.alignment.partner_of_a[op]]) + place
+            found.append((int(self.a.read_observed[self.a.read_first[op] + place]), int(self.b.read_observed[its])))
+        for one, other in found:
+            if min(one, other) >= 0 and self.a.observed_shape[one] == self.b.observed_shape[other]:
+                return one, other
+        return -1, -1
+
     def _held(self, value: int, its: int) -> int:
         """The state of what leaves a block and no paired op reads."""
-        one, other = int(self.a.value_observed[value]), int(self.b.value_observed[its])
-        if min(one, other) >= 0 and self.a.observed_shape[one] == self.b.observed_shape[other]:
+        one, other = self._shown((value, its), [])
+        if one >= 0:
             same = self.a.observed_hash[one] == self.b.observed_hash[other] or self._close(one, other)
             return EQUAL if same else DIFFERENT
         content = self.a.value_content[value]

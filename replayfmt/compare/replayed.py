@@ -26,13 +26,14 @@ from replayfmt.format.codes import StorageOrigin
 from replayfmt.format.model import TensorDigest
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.overloads import find_overload
-from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of, wide
+from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of
 from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
 from replayfmt.pytorch.tensors.memory import byte_tensor, tensors_in, undispatched
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.run.content import Clones
 from replayfmt.replay.run.steps import IsolatedOp
 
+from .chained import Chain
 from .distances import FLOATS, Tolerance
 from .divergence import EQUAL, Root
 from .results import Comparison, digest_of, dtype_of, observed_distance
@@ -224,15 +225,10 @@ def _is_explained(made: Comparison, one: int, other: int, spread: dict[int, floa
 
 def _is_within(made: Comparison, root: Root, errors: Mapping[int, float]) -> bool:
     """Whether what leaves a block is off by no more than its ops in a explain."""
-    assert root.block is not None
-    for value, its in root.block.outputs:
-        one, other = int(made.a.trace.value_observed[value]), int(made.b.trace.value_observed[its])
-        if min(one, other) < 0 or made.a.trace.observed_shape[one] != made.b.trace.observed_shape[other]:
+    for value, one, other in root.leaving:
+        spread = {int(made.a.trace.observed_as[one]): errors[value]} if value in errors else None
+        if one < 0 or not _is_explained(made, one, other, spread):
             return False
-        if made.a.trace.observed_hash[one] != made.b.trace.observed_hash[other]:
-            spread = {int(made.a.trace.observed_as[one]): errors[value]} if value in errors else None
-            if not _is_explained(made, one, other, spread):
-                return False
     return True
 
 
@@ -248,8 +244,7 @@ def _spreads(
         return {}, {}
     ordinals = {a.ordinal(op): op for op in ops | inside}
     found: dict[int, dict[int, float]] = {}
-    errors: dict[int, float] = {}
-    relative: dict[int, float] = {}  # the same, relative to the size of the value
+    chain = Chain(a.trace, inside)
     done = 0
 
     def on_op(isolated: IsolatedOp) -> None:
@@ -269,31 +264,15 @@ def _spreads(
             return
         finally:
             isolated.restore()
-        if op not in inside:
-            found[op] = _spread(overload, call.arguments, call.named, _input_errors(made, op))
-            return
-        reads = a.trace.read_value[a.trace.read_first[op] : a.trace.read_first[op + 1]].tolist()
-        written = a.trace.writes[a.trace.write_first[op] : a.trace.write_first[op + 1]].tolist()
-        storage = a.trace.value_storage
-        at = {int(storage[read]): place for place, read in enumerate(reads)}
-        places = [at.get(int(storage[value])) for value in written]
-
-        def outputs(taken: tuple[Any, ...], by_name: dict[str, Any]) -> list[torch.Tensor] | None:
-            return _values_of(overload, taken, by_name, places)
-
-        known = [relative.get(read, float("nan")) for read in reads]
-        with undispatched():
-            before = outputs(call.arguments, call.named)
-            spread = spread_of(before, rounding_runs(outputs, call.arguments, call.named, known))
-        for place, far in spread.items():
-            assert before is not None
-            errors[written[place]] = far
-            size = float(wide(before[place]).square().mean().sqrt())
-            relative[written[place]] = far / size if size else float("nan")
+        errors = _input_errors(made, op)
+        if op in inside:
+            chain.run(op, overload, call.arguments, call.named, errors)
+        else:
+            found[op] = _spread(overload, call.arguments, call.named, errors)
 
     with Plan(a.reader, keep_going=True, **options) as plan:
         plan.examine(on_op, plan.preparation.slice(list(ordinals)))
-    return found, errors
+    return found, chain.errors
 
 
 def _input_errors(made: Comparison, op: int) -> list[float]:
@@ -336,25 +315,6 @@ def _spread(
 
     with undispatched():
         return spread_of(outputs(arguments, named), rounding_runs(outputs, arguments, named, errors))
-
-
-def _values_of(
-    overload: OpOverload, arguments: tuple[Any, ...], named: dict[str, Any], places: list[int | None]
-) -> list[torch.Tensor] | None:
-    """The values that an op writes, on copies: those in place are its n-th tensors, the others are new; None if it
-    fails."""
-    clones = Clones()
-    taken, by_name = clones.of(list(arguments)), clones.of(named)
-    tensors = tensors_in([*taken, *by_name.values()])
-    try:
-        returned = overload(*taken, **by_name)
-    except Exception:
-        return None
-    seen = {tensor.untyped_storage()._cdata for tensor in tensors}
-    new = {each.untyped_storage()._cdata: each for each in reversed(tensors_in(returned))}
-    fresh = [each for key, each in reversed(new.items()) if key not in seen]
-    made = [fresh.pop(0) if place is None and fresh else tensors[place or 0] for place in places]
-    return made if all(each.layout is torch.strided for each in made) else None
 
 
 def _outputs(overload: OpOverload, arguments: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor] | None:

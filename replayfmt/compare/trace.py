@@ -72,7 +72,7 @@ class Trace:
     value_content: np.ndarray
     value_bytes: np.ndarray
     value_storage: np.ndarray
-    value_observed: np.ndarray  # the last observation of all of its memory, -1 for none
+    value_observed: np.ndarray  # the first observation of all of its memory, -1 for none
     observed_op: np.ndarray
     observed_as: np.ndarray
     observed_hash: np.ndarray
@@ -604,12 +604,12 @@ def _contents(values: dict[str, np.ndarray], observed: dict[str, np.ndarray]) ->
 
 
 def _of_values(observed: dict[str, np.ndarray], values: dict[str, np.ndarray]) -> np.ndarray:
-    """The last observation of each value that shows all of its memory, -1 for none."""
+    """The first observation of each value that shows all of its memory, -1 for none."""
     value = _last(values["storage"], values["time"], observed["storage"], observed["time"] + 1)
     shown = np.flatnonzero((value >= 0) & (observed["storage"] > 0))
     shown = shown[observed["bytes"][shown] >= values["bytes"][value[shown]]]
     found = np.full(len(values["storage"]), -1)
-    np.maximum.at(found, value[shown], shown)
+    found[value[shown[::-1]]] = shown[::-1]
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 MARGIN = 8.0
-_PERTURBED = 3  # times: with random signs twice, and once with one sign
+PERTURBED = 3  # times: with random signs twice, and once with one sign
 
 # Runs the function on changed arguments, by position and by name; what it returns and writes, None if it fails.
 Outputs = Callable[[tuple[Any, ...], dict[str, Any]], "list[torch.Tensor] | None"]
@@ -31,16 +31,16 @@ def rounding_runs(
 ) -> list[list[torch.Tensor] | None]:
     """The function's outputs in float64 (with `widen`), and on perturbed inputs. `errors` are known relative errors of
     the tensors, in order; NaN where only rounding is known."""
-    runs = [outputs(*_changed(arguments, named, _widened))] if widen else []
+    runs = [outputs(*changed(arguments, named, widened, widen=True))] if widen else []
     generator = torch.Generator().manual_seed(0)
-    for number in range(_PERTURBED):
+    for number in range(PERTURBED):
         waiting = iter(errors)
 
-        def perturbed(tensor: torch.Tensor, number: int = number, waiting: Any = waiting) -> torch.Tensor:
+        def off(tensor: torch.Tensor, number: int = number, waiting: Any = waiting) -> torch.Tensor:
             error = next(waiting, float("nan"))
-            return _perturbed(tensor, error, generator, one_sign=number == _PERTURBED - 1)
+            return perturbed(tensor, error, generator, one_sign=number == PERTURBED - 1)
 
-        runs.append(outputs(*_changed(arguments, named, perturbed)))
+        runs.append(outputs(*changed(arguments, named, off)))
     return runs
 
 
@@ -76,11 +76,12 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     return narrow.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _widened(value: torch.Tensor) -> torch.Tensor:
+def widened(value: torch.Tensor) -> torch.Tensor:
+    """A copy, of numbers in double precision."""
     return wide(value) if value.is_floating_point() or value.is_complex() else value.clone()
 
 
-def _perturbed(tensor: torch.Tensor, error: float, generator: torch.Generator, *, one_sign: bool) -> torch.Tensor:
+def perturbed(tensor: torch.Tensor, error: float, generator: torch.Generator, *, one_sign: bool) -> torch.Tensor:
     """The tensor off by its known error, or else by one unit in the last place, in random directions."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.clone()
@@ -98,11 +99,14 @@ def _perturbed(tensor: torch.Tensor, error: float, generator: torch.Generator, *
     return torch.where(numbers.isfinite(), moved, numbers).to(tensor.dtype)
 
 
-def _changed(
-    arguments: tuple[Any, ...], named: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+def changed(
+    arguments: tuple[Any, ...],
+    named: dict[str, Any],
+    change: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    widen: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with each tensor changed, in order; dtypes are widened with the tensors."""
-    widen = change is _widened
+    """The arguments with each tensor changed, in order; with `widen` dtypes are those of double precision."""
 
     def of(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

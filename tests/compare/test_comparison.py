@@ -358,3 +358,41 @@ def test_an_op_that_writes_in_place_what_another_reads_later_is_in_what_is_blame
 
     found = replayfmt.compare(made("a", lambda: program(False)), made("b", lambda: program(True)))
     assert found.first is not None and "aten::relu_.default" in found.first.kernels[1], found.text
+
+
+def test_a_product_with_other_views_of_the_same_is_equal(made: Made) -> None:
+    a, b = torch.randn(2, 8, 16), torch.randn(2, 16, 8)
+
+    def program(product: Callable[[], torch.Tensor]) -> None:
+        for _ in range(2):
+            product().square().mean().item()
+
+    found = replayfmt.compare(
+        made("a", lambda: program(lambda: a @ b)),
+        made("b", lambda: program(lambda: torch.einsum("bij,bjk->bik", a, b))),
+    )
+    assert found.outcome == "equal" and not found.alignment.doubts, found.text
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_off_by_no_more_than_rounding_explains(made: Made) -> None:
+    """All of a model is one block, with more weights than are looked at for most pairs."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8)) for _ in range(8)]
+    model, x = torch.nn.Sequential(*layers), torch.randn(4, 8)
+    compiled = torch.compile(model)
+    with torch.no_grad():
+        compiled(x)
+
+    def program(run: Callable[[torch.Tensor], torch.Tensor], scale: float = 1.0) -> None:
+        with torch.no_grad():
+            for _ in range(2):
+                run(x).mul(scale).sum().item()
+
+    a, b = made("eager", lambda: program(model)), made("compiled", lambda: program(compiled))
+    found = replayfmt.compare(a, b, tolerance="auto")
+    assert not found.roots and not found.alignment.doubts and found.divergence.within, found.text
+    with torch.no_grad():
+        layers[3][2].bias.add_(1e-3)
+    off = replayfmt.compare(a, made("off", lambda: program(compiled)), tolerance="auto")
+    assert off.outcome == "different" and off.first is not None, off.text

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "recording": {"errors", "collector", "format", "pytorch", "native"},
     "importers": {"errors", "collector", "format", "pytorch"},
     "initializers": {"errors", "format", "pytorch"},
-    "replay": {"errors", "format", "pytorch", "initializers"},
+    "replay": {"errors", "collector", "format", "pytorch", "initializers"},
     "probing": {"errors", "format", "probes", "pytorch", "replay"},
     "benchmark": {
         "errors",
