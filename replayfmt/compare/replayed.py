@@ -25,6 +25,7 @@ from replayfmt.errors import ReplayMismatch
 from replayfmt.format.codes import StorageOrigin
 from replayfmt.format.model import TensorDigest
 from replayfmt.format.reader import CaptureReader
+from replayfmt.format.validation import counted
 from replayfmt.pytorch.overloads import find_overload
 from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of
 from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
@@ -185,11 +186,14 @@ def explain(made: Comparison, options: Mapping[str, Any], on_progress: Progress)
     found.within = found.different - len(kept)
     found.observed = kept
     limit = min((x for x, _y in made.alignment.doubts), default=made.a.trace.ops)
-    others = [
-        root
-        for root in found.roots
-        if root.kind in ("input", "randomness") or (root.kind == "block" and not _is_within(made, root, errors))
-    ]
+    blocks = [root for root in found.roots if root.kind == "block"]
+    within = [root for root in blocks if _is_within(made, root, errors)]
+    if within:
+        made.notes.append(
+            f"what leaves {counted(len(within), 'group')} of ops that stand for each other differs by no more than the "
+            f"rounding of these ops explains"
+        )
+    others = [root for root in found.roots if root.kind in ("block", "input", "randomness") and root not in within]
     roots = [
         Root(
             "op" if made.alignment.exact[op] else "arguments",

@@ -23,6 +23,7 @@ from replayfmt.errors import CaptureFailed, OutputExists, UsageError
 
 _VECTORS = 1000  # below every system's IOV_MAX
 _FIRST_FREE = 3  # the descriptors below are standard streams, open or not
+BEYOND_THE_PROGRAM = 128  # from here on, so that the program's own descriptors get the numbers that they would have
 
 
 def unfit(path: str | os.PathLike[str]) -> str | None:
@@ -172,12 +173,13 @@ def remove(name: str, ours: Identity | None) -> None:
             os.unlink(name)
 
 
-def _above_streams(fd: int) -> int:
-    """The same open file under a number that no standard stream has."""
-    if fd >= _FIRST_FREE:
+def moved_up(fd: int, first: int = _FIRST_FREE) -> int:
+    """The same open file under a number from `first` on: one that no standard stream has, or that programs do not get.
+    Raises OSError, with the file closed."""
+    if fd >= first:
         return fd
     try:
-        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE)
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, first)
     finally:
         os.close(fd)
 
@@ -211,7 +213,7 @@ class Output:
             if (force or doing) and os.path.lexists(self.partial):
                 # Not truncated in place: another process may still be writing it, and would write into ours.
                 os.unlink(self.partial)
-            self._fd = _above_streams(os.open(self.partial, flags, 0o666))
+            self._fd = moved_up(os.open(self.partial, flags, 0o666))
             self._identity = identity(self._fd)
         except FileExistsError:
             raise OutputExists(

@@ -325,7 +325,8 @@ def test_attention_as_one_op_and_as_its_parts_differ_by_what_rounding_explains(m
 
     a, b = made("whole", lambda: whole(8**-0.5)), made("parts", parts)
     assert replayfmt.compare(a, b).first is not None
-    assert replayfmt.compare(a, b, tolerance="auto").outcome == "equal"
+    explained = replayfmt.compare(a, b, tolerance="auto")
+    assert explained.outcome == "equal" and "1 group of ops" in "".join(explained.notes)
     off = replayfmt.compare(made("off", lambda: whole(0.35)), b, tolerance="auto")
     assert off.first is not None and any("scaled_dot_product" in name for name in off.first.kernels[0]), off.text
 

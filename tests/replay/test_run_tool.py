@@ -39,7 +39,7 @@ def test_a_run_says_what_it_did_and_how_it_was_verified(captured: Captured, tool
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == str(path)
-    assert lines[1].startswith("replayed: ") and lines[1].endswith("kernels in 2 scopes, on cpu")
+    assert lines[1].startswith("replayed: ") and "kernels in 2 scopes, on cpu" in lines[1]
     assert re.fullmatch(
         r"time: [\d.]+ (us|ms|s), [\d.]+ (ns|us|ms|s) an op "
         r"\(cold: the first execution, with allocation and page faults\)",

@@ -11,7 +11,6 @@ with it, is embedded at once.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import sys
@@ -26,6 +25,7 @@ from replayfmt.errors import CaptureFailed, ExternalFileProblem, UsageError
 from replayfmt.format.codes import StorageOrigin, ValueKind
 from replayfmt.format.external_files import OpenedFile
 from replayfmt.format.model import ExternalFile, FileIdentity, FileRange
+from replayfmt.format.output import BEYOND_THE_PROGRAM, moved_up
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch.tensors.memory import address_of
@@ -38,7 +38,6 @@ from .storage_content import content_hash, embed, is_monotonous, is_readable, is
 DIGESTING = "file-digest"  # prefix of the names of the threads that hash files
 _PROGRESS_FROM_BYTES = 1 << 30
 _KEPT_OPEN = 64  # files
-_FROM_DESCRIPTOR = 128  # so that the program's own descriptors get the numbers that they would have
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,7 @@ class _Referenced:
         if keep:
             with suppress(OSError):  # then it is looked at again at the end
                 opened = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-                try:
-                    self._descriptor = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, _FROM_DESCRIPTOR)
-                finally:
-                    os.close(opened)
+                self._descriptor = moved_up(opened, BEYOND_THE_PROGRAM)
 
     def change(self) -> str:
         """What happened to the file at its path, "" if it is what it was."""

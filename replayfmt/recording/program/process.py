@@ -25,6 +25,8 @@ from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
 
+from replayfmt.format.output import BEYOND_THE_PROGRAM, moved_up
+
 from ..frames import in_recorders_work
 from ..patches import Patch, PatchSet
 
@@ -161,7 +163,10 @@ class Termination:
                 self._watch()
 
     def _watch(self) -> None:
-        read, write = os.pipe()
+        try:
+            read, write = (moved_up(end, BEYOND_THE_PROGRAM) for end in os.pipe())
+        except OSError:  # the limit of open files is lower
+            return
         os.set_blocking(write, False)
         others = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         if others != -1:
