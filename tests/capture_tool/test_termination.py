@@ -88,38 +88,6 @@ def test_sigterm_closes_the_capture_and_exits_with_143(tmp_path, where):
     assert subprocess.run([CHECK, tmp_path / "t.opreplay"], env=environment(), capture_output=True).returncode == 0
 
 
-STUCK = """
-import replayfmt
-store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-with {capture}:
-    y = x + 1
-    child = os.fork()
-    if not child:
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))   # of the child alone
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(600)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    ready()
-    store.wait(["what nobody says"])       # C++ code, for minutes: no handler of Python's runs meanwhile
-"""
-
-
-@pytest.mark.parametrize("tool", [True, False])
-def test_sigterm_ends_a_program_that_waits_in_cpp_code(tmp_path, tool):
-    """As a rank waits for one that does not come: without a capture the signal ends the process."""
-    capture = "open(os.devnull)" if tool else "replayfmt.capture('t.opreplay')"
-    (tmp_path / "stuck.py").write_text(HEAD + STUCK.format(capture=capture))
-    flags = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [*([CAPTURE, "-o", "t.opreplay"] if tool else [sys.executable]), "stuck.py"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), **flags)
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=150)  # the wait takes twice as long
-    assert process.returncode == 143, errors
-    captured = Captured(tmp_path / "t.opreplay")
-    assert captured.complete and "aten::add.Tensor" in captured.op_names
-
-
 @pytest.mark.slow
 def test_a_capture_from_python_is_closed_too_and_the_signal_is_as_it_was_afterwards(tmp_path):
     (tmp_path / "library.py").write_text(

@@ -5,9 +5,7 @@ the recorder, so these must not be half imported at that moment. `ProgramReplace
 and its family, and at `os._exit`: nothing of the program runs afterwards. `Termination` closes it on SIGTERM, outside
 of any recorder code: if the signal finds the main thread inside the recorder, the handler waits for the program's own
 next step, and a compiler that builds part of the recorder is ended instead. Then the process exits with 143. A handler
-that the program sets replaces ours, and the previous handler is called after the capture is closed. Python runs no
-handler while the main thread is in a call of C++ code, such as a wait for a rank that does not come: then a thread does
-what the handler would have done, since without a capture the signal would have ended the process. Imports no torch.
+that the program sets replaces ours, and the previous handler is called after the capture is closed. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,14 +16,11 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
-
-from replayfmt.format.output import BEYOND_THE_PROGRAM, moved_up
 
 from ..frames import in_recorders_work
 from ..patches import Patch, PatchSet
@@ -110,9 +105,6 @@ class ProgramReplacement:
 
 
 TERMINATED = 128 + signal.SIGTERM
-AWAITING = "opreplay-signals"  # the name of threads that end the process when the main thread cannot
-# Launchers kill a job half a minute after SIGTERM.
-_PATIENCE_S, _LONGEST_CLOSE_S = 5, 20
 
 _OURS = __package__.partition(".")[0] + "."
 # Frames of this package that surround the program's own code, or in which nothing can be left half done.
@@ -144,9 +136,6 @@ class Termination:
         self._finish = finish
         self._previous: Any = None
         self._installed = False
-        self._woken: int | None = None  # where Python writes the numbers of signals as they come
-        self._handled = threading.Event()
-        self._leaving = threading.RLock()
         self.ends_build = False
 
     def install(self, only_default: bool = False) -> None:
@@ -159,49 +148,16 @@ class Termination:
             self._previous = previous
             signal.signal(signal.SIGTERM, self._handle)
             self._installed = True
-            if previous is signal.SIG_DFL:
-                self._watch()
-
-    def _watch(self) -> None:
-        try:
-            read, write = (moved_up(end, BEYOND_THE_PROGRAM) for end in os.pipe())
-        except OSError:  # the limit of open files is lower
-            return
-        os.set_blocking(write, False)
-        others = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        if others != -1:
-            signal.set_wakeup_fd(others)
-            os.close(read)
-            os.close(write)
-            return
-        self._woken = write
-        threading.Thread(target=self._await_signal, args=(read,), name=AWAITING, daemon=True).start()
-
-    def _await_signal(self, read: int) -> None:
-        with open(read, "rb", buffering=0) as signals:
-            while numbers := signals.read(64):
-                ours = signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) == self._handle
-                if ours and not self._handled.wait(_PATIENCE_S):
-                    threading.Thread(target=self.leave, name=AWAITING, daemon=True).start()
-                    time.sleep(_LONGEST_CLOSE_S)
-                    os._exit(TERMINATED)
 
     def remove(self) -> None:
         """Restore the previous handler, unless the program has set its own. Idempotent. Outside the main thread nothing
         can be restored: SIGTERM then still exits with 143, with nothing left to close."""
         if self._installed and threading.current_thread() is threading.main_thread():
             self._installed = False
-            if self._woken is not None:
-                others = signal.set_wakeup_fd(-1)
-                if others != self._woken:
-                    signal.set_wakeup_fd(others)
-                os.close(self._woken)
-                self._woken = None
             if signal.getsignal(signal.SIGTERM) == self._handle:
                 signal.signal(signal.SIGTERM, self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._handled.set()
         if self.ends_build and _compiles(frame):
             self.ends_build = False
             raise BuildEnded
@@ -218,12 +174,11 @@ class Termination:
     def leave(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
         """Close the capture and end the process."""
         sys.settrace(None)
-        with self._leaving:
-            self._finish()
-            if callable(self._previous):
-                self._previous(number, frame)
-            # Like the signal's default action: no `finally`, no atexit, nothing flushed.
-            os._exit(TERMINATED)
+        self._finish()
+        if callable(self._previous):
+            self._previous(number, frame)
+        # Like the signal's default action: no `finally`, no atexit, nothing flushed.
+        os._exit(TERMINATED)
 
 
 def _compiles(frame: FrameType | None) -> bool:

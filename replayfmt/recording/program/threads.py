@@ -29,7 +29,6 @@ from replayfmt.collector import collector_paused
 from ..content.first_content import DIGESTING
 from ..frames import is_interrupt, leave_no_frames
 from ..patches import Patch, PatchSet
-from .process import AWAITING
 from .thread_attachment import NextStep, ThreadAttachment, how_it_ran, leave_finished, own_id, thread_states
 
 if TYPE_CHECKING:
@@ -209,7 +208,7 @@ class Threads:
         self._late_idents.discard(ident)
         owner = getattr(function, "__self__", None)
         name = vars(owner).get("_name", "") if issubclass(type(owner), threading.Thread) else ""
-        if name in (FLUSHING, AWAITING) or name.startswith(DIGESTING):
+        if name == FLUSHING or name.startswith(DIGESTING):
             self._presence.leave()  # it may have been found before it got here
             self._carrying.discard(number)
             self.core.thread_watch.take_part(True)
