@@ -1,9 +1,9 @@
 """Where two captures part: which op of one is which of the other, and the first that differs on equal inputs.
 
-`trace` reads a capture into columns, `alignment` pairs their ops, `divergence` finds where a difference begins,
-`distances` says how far apart results are and how far they may be. `results` holds what is found and shows it,
-`replayed` makes results, and tolerances, by replays, and `comparison` does all of it. Files are read without torch;
-only `replayed` needs it.
+`trace` reads a capture into columns, `structure` says what differs without their results, `alignment` pairs their ops,
+`divergence` finds where a difference begins, `distances` says how far apart results are and how far they may be.
+`results` holds what is found and shows it, `replayed` makes results, and tolerances, by replays (`chained` those of
+blocks), and `comparison` does all of it. Files are read without torch; only `replayed` and `chained` need it.
 
 `repeated` compares replays of one capture with each other. `isolated` runs every op another way on
 the same inputs, `bisected` sets of ops, to find those that move the end result.

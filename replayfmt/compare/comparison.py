@@ -17,17 +17,11 @@ from replayfmt.errors import UsageError
 from replayfmt.format.model import RECORDED_FROM, TRIMMED_SELECTION
 from replayfmt.format.reader import CaptureReader, open_capture
 
-from .alignment import (
-    align,
-    align_recorded,
-    argument_differences,
-    changed_arguments,
-    count_differences,
-    origin_differences,
-)
+from .alignment import align, align_recorded
 from .distances import Tolerance, parse_tolerance
 from .divergence import Root, diverge
 from .results import Comparison, Growth, Named, NotComparable, compare_times, observed_distance, rows, text_lines
+from .structure import argument_differences, changed_arguments, count_differences, origin_differences
 from .trace import Side, Trace, read_trace
 
 Progress = Callable[[str, int, int], None]

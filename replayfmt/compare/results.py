@@ -19,9 +19,10 @@ from replayfmt.format.model import TensorDigest, TensorValue, tensors_of
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted, printable, some_of
 
-from .alignment import Alignment, StructureDifference
+from .alignment import Alignment
 from .distances import Distance, Tolerance, digest_distance, distance
 from .divergence import Divergence, Root
+from .structure import StructureDifference
 from .trace import SCALAR, Side, Trace
 
 _MOST_OPS = 1000

@@ -63,7 +63,10 @@ WITHOUT_TORCH = (
     "replayfmt/format",
     "replayfmt/dump",
     "replayfmt/probes",
-    *(f"replayfmt/compare/{name}.py" for name in ("trace", "alignment", "divergence", "distances", "results")),
+    *(
+        f"replayfmt/compare/{name}.py"
+        for name in ("trace", "alignment", "structure", "divergence", "distances", "results")
+    ),
     "replayfmt/pytorch/operators.py",
     "replayfmt/export/tables.py",
     "tools/__init__.py",
