@@ -8,7 +8,7 @@ results are not the captured ones.
 Tolerances of their own for ops whose results differ (`auto`) come from a replay of capture a: such an op runs again on
 its inputs, in float64 and perturbed by one unit in the last place, or by as much as the inputs differ between the
 captures (`replayfmt.pytorch.rounding`). It is to blame if its results are off by more than `MARGIN` times all that. The
-ops of a block run so one after the other, each with inputs that are off by what those before it explain.
+ops of a block run so one after the other, each on what those before it made (`chained`).
 """
 
 from __future__ import annotations
