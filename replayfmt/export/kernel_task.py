@@ -15,7 +15,7 @@ from typing import Any
 
 from replayfmt.benchmark.candidates.task_cases import load_task
 from replayfmt.benchmark.per_op.groups import work_of
-from replayfmt.dump.kernel_skeleton import BINDINGS, kernel_skeleton
+from replayfmt.dump.kernel_skeleton import kernel_skeleton
 from replayfmt.dump.selection import OpSelection, resolve_selection
 from replayfmt.errors import ReplayRefused, UsageError
 from replayfmt.format.attachments import contents_of
@@ -23,7 +23,6 @@ from replayfmt.format.codes import KernelKind, RecordKind, TensorFlag
 from replayfmt.format.model import Kernel, Record, StorageValue, TensorValue, Value, nested_values, tensors_of
 from replayfmt.format.output import new_folder
 from replayfmt.format.signature_text import signature_of
-from replayfmt.pytorch.cpp_kernels import StoredCppKernel
 from replayfmt.pytorch.overloads import parse_schema
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE
 from replayfmt.pytorch.triton.kernels import StoredKernel
@@ -31,7 +30,7 @@ from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import ResolvedKernel
 from replayfmt.trim.script import FRAME, operator_changes, script_helpers
 from replayfmt.trim.script_text import BodyWriter, Input, ScriptEvents, ScriptOp
-from replayfmt.trim.script_triton import TritonSections, identifier
+from replayfmt.trim.script_triton import CodeSections, identifier
 from replayfmt.trim.trimming import refuse_incomplete
 from replayfmt.trim.vectors import VectorEncoder, draws_nothing, op_problem, problem_of, word_of
 
@@ -72,7 +71,7 @@ def _is_task(folder: Path) -> bool:
 
 
 class _KernelTask(Task):
-    """The calls of one kernel: an operator of PyTorch's own, or a Triton kernel."""
+    """The calls of one kernel: an operator of PyTorch's own, or code that the capture has."""
 
     def __init__(self, plan: Plan, wanted: OpSelection, options: TaskOptions) -> None:
         super().__init__(plan, wanted, options)
@@ -180,14 +179,14 @@ class _KernelTask(Task):
             text = text.replace("A replacement for", "The reference:", 1)
             (function,) = re.findall(r"^def (\w+)\(\n", text, re.MULTILINE)
             return f"{text}\n\nPROGRAMS = [{function}]\n"
-        if kernel.kind is KernelKind.inductor_cpp:
-            return self._cpp_reference()
-        sections = TritonSections(self.reader, self.options.allow_code, FRAME)
+        sections = CodeSections(self.reader, self.options.allow_code, FRAME)
         bodies = []
         for number, program in self.kernels.items():
-            stored = StoredKernel.read(contents_of(self.reader, self.reader.kernels[number]))
             names = [argument.name for argument in parse_schema(self.reader.kernels[number].schema).arguments]
-            given = {name: f"*{name}" if name == stored.grid else name for name in names}
+            given = {name: name for name in names}
+            if kernel.kind is KernelKind.triton:
+                grid = StoredKernel.read(contents_of(self.reader, self.reader.kernels[number])).grid
+                given[grid] = f"*{grid}"
             launch = sections.launch(self.reader.kernels[number], given, "")
             bodies.append(f"def program_{program}({', '.join(map(identifier, names))}):\n    {launch}\n\n")
         return "\n".join(
@@ -204,31 +203,6 @@ class _KernelTask(Task):
                 self._programs(),
             ]
         )
-
-    def _cpp_reference(self) -> str:
-        """Of C++ that Inductor generated: its source, which Inductor builds."""
-        kernel = self.kernel
-        if not self.options.allow_code:
-            raise ReplayRefused(
-                f"{self.reader.path}: {kernel.qualified_name}: its task has its source from the capture, which runs "
-                f"with the task; --allow-code allows that"
-            )
-        lines = [
-            f'"""{kernel.qualified_name}, with its source from the capture."""',
-            "",
-            "import torch",
-            "from torch._inductor.async_compile import AsyncCompile",
-            "",
-            "compiling = AsyncCompile()",
-        ]
-        for number, program in self.kernels.items():
-            stored = StoredCppKernel.read(contents_of(self.reader, self.reader.kernels[number]))
-            if stored.source is None:
-                raise ReplayRefused(f"{self.reader.path}: {kernel.qualified_name}: the capture has no source of it")
-            types = [f"{'' if each.written else 'const '}{each.passed_as}" for each in stored.arguments]
-            source = stored.source.partition(BINDINGS)[0].strip()
-            lines.append(f"program_{program} = compiling.cpp_pybinding({types!a}, {source!a})")
-        return "\n".join([*lines, "compiling.wait(globals())", self._programs()])
 
     def _programs(self) -> str:
         return programs_text([f"program_{program}" for program in self.kernels.values()], self._function())
@@ -265,7 +239,7 @@ class _FusionTask(Task):
 
     def __init__(self, plan: Plan, wanted: OpSelection, options: TaskOptions) -> None:
         super().__init__(plan, wanted, options)
-        self.sections = TritonSections(plan.reader, options.allow_code, FRAME)
+        self.sections = CodeSections(plan.reader, options.allow_code, FRAME)
         self._passes: dict[int, TaskCall] = {}
         self._bodies: dict[str, int] = {}
 
@@ -328,7 +302,8 @@ class _FusionTask(Task):
         taken: set[int] = set()
         last: dict[int, int] = {}
         created: dict[int, TensorValue] = {}
-        used_at: dict[int, int] = {}
+        all_written: set[int] = set()
+        unread: set[int] = set()  # written in place, and not read since
         for record in records:
             why = problem_of(self.reader, (*record.args, *record.results))
             resolved = self.plan.kernels[record.signature.kernel]
@@ -342,22 +317,23 @@ class _FusionTask(Task):
                 if value.storage not in made and value.storage not in taken:
                     taken.add(value.storage)
                     inputs.append((f"x{len(inputs)}", value))
-                last[value.storage] = used_at[value.storage] = record.ordinal
+                last[value.storage] = record.ordinal
             for value in tensors_of(record.results):
                 if value.storage not in taken:
                     made.add(value.storage)
                     created.setdefault(value.id, value)
                 last[value.storage] = record.ordinal
+            given = list(tensors_of(record.args))
+            written = {given[slot].storage for slot in self.written_slots(record)}
+            unread = unread - {value.storage for value in given} | written
+            all_written |= written
         storages = storages_of(inputs, False, self.reader)
-        for record in records:
-            for slot in self.written_slots(record):
-                value = list(tensors_of(record.args))[slot]
-                if value.storage in storages:
-                    storages[value.storage].written = True
-        return TaskCall(records, storages, self._outputs(records, stop, created, last), last)
+        for number, storage in storages.items():
+            storage.written = number in all_written
+        return TaskCall(records, storages, self._outputs(records, stop, created, last, unread), last)
 
     def _outputs(
-        self, records: list[Record], stop: int, created: dict[int, TensorValue], last: dict[int, int]
+        self, records: list[Record], stop: int, created: dict[int, TensorValue], last: dict[int, int], unread: set[int]
     ) -> list[TensorValue | Value]:
         """What the ops make and do not keep to themselves: tensors that are used later, and tensors and numbers that
         nothing uses. What died before any other op was nobody's result, unless everything did."""
@@ -380,7 +356,7 @@ class _FusionTask(Task):
             for value in nested_values(record.results):
                 if isinstance(value, TensorValue):
                     if created.get(value.id) is value and (
-                        value.storage in later or last[value.storage] == record.ordinal
+                        value.storage in later | unread or last[value.storage] == record.ordinal
                     ):
                         made.append((value, value.storage not in died))
                 elif isinstance(value, bool | int | float | complex | str):

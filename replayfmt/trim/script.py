@@ -41,7 +41,7 @@ from .copying import Copier
 from .materializing import Materializer
 from .schedule import Planner, Schedule, givers, with_producers
 from .script_text import BodyWriter, Changes, Input, ScriptBody, ScriptEvents, ScriptOp
-from .script_triton import ALWAYS_STATED, TritonSections, comment, device, dtype, setting
+from .script_triton import ALWAYS_STATED, CodeSections, comment, device, dtype, setting
 from .trimming import Prediction, Verify, outputs, predict, refuse_incomplete, refuse_unsupported, writer_of
 from .vectors import Array, write_safetensors
 from .writing import NoContent, Writing, write_stripped
@@ -249,7 +249,7 @@ class ScriptFile:
         hashes: dict[tuple[int, int], str],
         *,
         numbers: bool,
-        triton: TritonSections,
+        triton: CodeSections,
         made: dict[int, InputFill],
     ) -> None:
         self._numbers, self._triton = numbers, triton
@@ -277,12 +277,12 @@ class ScriptFile:
             if data is not None
             else "synthesized: dtypes, shapes and strides are the captured ones, the values are not"
         )
-        needs = "torch and triton" if self._triton.imports() else "torch"
         head = [
             "#!/usr/bin/env python3",
             f"# {kept.ops} op{'s' if kept.ops > 1 else ''} of a capture ({comment(wanted.text)}), from ordinal "
             f"{kept.first}; session {session.session_id}.",
-            f"# Written by opreplay-trim. Needs only {needs}; captured with {comment(session.torch_version or '?')}.",
+            f"# Written by opreplay-trim. Needs only {self._triton.needs}; "
+            f"captured with {comment(session.torch_version or '?')}.",
             f"# Inputs are {values}.",
             "# After each op: its ordinal in the capture, and its results.",
             "",
@@ -569,7 +569,7 @@ def _write(
     made: dict[int, InputFill] | None = None,
 ) -> list[Array]:
     """Write the script; returns the contents of its data file. `made`: see ScriptFile."""
-    triton = TritonSections(events.reader, code, FRAME)
+    triton = CodeSections(events.reader, code, FRAME)
     body: ScriptBody = BodyWriter(events, operator_changes(events.reader), triton).write()
     if data is None:  # the generator's state is unknown, so it is seeded
         body.generators.update(

@@ -41,7 +41,7 @@ from replayfmt.format.model import (
 from replayfmt.format.reader import CaptureReader
 
 from .script_triton import (
-    TritonSections,
+    CodeSections,
     argument,
     comment,
     device,
@@ -234,7 +234,7 @@ class ScriptBody:
 class BodyWriter:
     """Writes the body of a script from its events."""
 
-    def __init__(self, events: ScriptEvents, changes: Changes, triton: TritonSections) -> None:
+    def __init__(self, events: ScriptEvents, changes: Changes, triton: CodeSections) -> None:
         self._events = events
         self._triton = triton
         self._reader: CaptureReader = events.reader

@@ -1,4 +1,4 @@
-"""Values of a capture as Python expressions, and Triton kernels in a script: their sources as sections, their launches.
+"""Values of a capture as Python expressions, and kernels of code in a script: their sources as sections, their calls.
 
 Anything from the file becomes a literal or a checked name, never code.
 """
@@ -15,11 +15,13 @@ from collections.abc import Callable, Collection, Mapping
 from keyword import iskeyword
 from typing import Any
 
+from replayfmt.dump.kernel_skeleton import BINDINGS
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.attachments import contents_of
 from replayfmt.format.codes import DType, KernelKind, Layout, MemoryFormat
 from replayfmt.format.model import Device, Kernel
 from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.cpp_kernels import StoredCppKernel
 from replayfmt.pytorch.operators import WITH_TORCH_ALONE
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 from replayfmt.pytorch.triton.kernels import INTERPRETER, StoredKernel
@@ -151,37 +153,40 @@ class _Section:
         return there
 
 
-class TritonSections:
-    """The Triton kernels of one script. `allowed`: whether code of the capture may be in it; `frame`: all other text of
-    the script, whose names are not free."""
+class CodeSections:
+    """The Triton kernels of one script, and the C++ in it that Inductor generated. `allowed`: whether code of the
+    capture may be in it; `frame`: all other text of the script, whose names are not free."""
 
     def __init__(self, reader: CaptureReader, allowed: bool, frame: str) -> None:
         self._reader, self._allowed = reader, allowed
         self._meanings: dict[str, str | None] = dict.fromkeys([*dir(builtins), *_NAMES.findall(frame)])
-        self._meanings |= dict.fromkeys(("os", "namedtuple", "TensorDescriptor"))
+        self._meanings |= dict.fromkeys(("os", "namedtuple", "TensorDescriptor", "AsyncCompile", "compiling"))
         self._meanings |= {"triton": "import triton", "tl": "import triton.language as tl"}
         self._calls: list[str] = []
         self._sections: dict[str, _Section] = {}
         self._kernels: dict[str, StoredKernel] = {}
+        self._cpp: dict[str, str] = {}  # what builds a kernel → its name
 
     @property
     def interpreted(self) -> bool:
         return any(each.target == INTERPRETER for each in self._kernels.values())
 
+    @property
+    def needs(self) -> str:
+        """What the script needs, in words."""
+        return "torch" + " and triton" * bool(self._kernels) + " and a C++ compiler" * bool(self._cpp)
+
     def launch(self, kernel: Kernel, values: Mapping[str, str], device: str) -> str:
         """The statement that launches a kernel with these arguments of its schema, given as expressions; `device` is
         that of its tensors, "" for the current one. Raises ReplayRefused."""
         named = kernel.qualified_name
-        if kernel.kind is not KernelKind.triton:
-            raise ReplayRefused(
-                f"{self._reader.path}: {named} is a kernel of the kind {kernel.kind.name}; a script can have operators "
-                "and Triton kernels"
-            )
         if not self._allowed:
             raise ReplayRefused(
-                f"{self._reader.path}: {named} is a Triton kernel: a script of it has its source from the capture, "
+                f"{self._reader.path}: {named} is code: a script of it has its source from the capture, "
                 "which runs with the script; --allow-code allows that"
             )
+        if kernel.kind is KernelKind.inductor_cpp:
+            return self._cpp_call(kernel, values)
         stored = self._stored(kernel)
         try:
             call = _call(stored, self._section(stored.module), values)
@@ -191,6 +196,26 @@ class TritonSections:
             raise ReplayRefused(f"{named} cannot be launched by a script: {error}") from None
         self._calls.append(call)
         return f"with {device}: {call}" if device else call
+
+    def _cpp_call(self, kernel: Kernel, values: Mapping[str, str]) -> str:
+        """The call of a kernel that Inductor builds from its C++ source."""
+        named = kernel.qualified_name
+        try:
+            stored = StoredCppKernel.read(contents_of(self._reader, kernel))
+            arguments = stored.arguments
+            if stored.source is None:
+                raise ValueError("the capture has no source of it")
+            given = ", ".join(values[each.name] for each in arguments)
+        except (KeyError, ValueError) as error:
+            raise ReplayRefused(f"{self._reader.path}: {named} cannot be in a script: {error}") from None
+        types = [f"{'' if each.written else 'const '}{each.passed_as}" for each in arguments]
+        lines = stored.source.partition(BINDINGS)[0].strip().splitlines(keepends=True)
+        source = "\n    ".join(map(ascii, lines))
+        built = f"compiling.cpp_pybinding(\n    {types!a},\n    {source},\n)"
+        if built not in self._cpp:
+            self._cpp[built] = self._free(f"cpp_kernel_{len(self._cpp)}", "", ())
+            self._meanings[self._cpp[built]] = ""
+        return f"{self._cpp[built]}({given})"
 
     def head(self) -> list[str]:
         if not self._kernels:
@@ -206,10 +231,13 @@ class TritonSections:
             lines.append("from collections import namedtuple")
         if not self.interpreted and any("make_tensor_descriptor" in each.text for each in self._sections.values()):
             lines += ["", *_MEMORY]
-        return lines
+        return lines + ["from torch._inductor.async_compile import AsyncCompile"] * bool(self._cpp)
 
     def sections(self) -> list[str]:
-        return [
+        built = ["\n\n# ---- C++ of Inductor's, from the capture\n", "compiling = AsyncCompile()"] if self._cpp else []
+        built += [f"{name} = {call}" for call, name in self._cpp.items()]
+        built += ["compiling.wait(globals())"] * bool(self._cpp)
+        return built + [
             f"\n\n# ---- source of Triton kernels, from the capture ({number} of {len(self._sections)})\n\n"
             + section.text.rstrip("\n")
             for number, section in enumerate(self._sections.values(), 1)

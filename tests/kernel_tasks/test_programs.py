@@ -70,19 +70,61 @@ def test_a_triton_kernel_is_exported_with_its_source_as_a_first_candidate(tmp_pa
     assert verdicts == ["accepted", "accepted", "wrong"], found
 
 
-@pytest.mark.slow
-def test_a_kernel_that_inductor_generated_is_exported_with_its_source(tmp_path: Path, tools: Tools) -> None:
-    program = tmp_path / "compiled.py"
-    program.write_text(
-        "import torch\ntorch.manual_seed(0)\nf = torch.compile(lambda x: torch.nn.functional.gelu(x * 2).sum(-1))\n"
-        "print(f(torch.randn(8, 16)).sum())\n"
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("compiled")
+    (folder / "program.py").write_text(
+        "import torch, replayfmt\ntorch.manual_seed(0)\n"
+        "f = torch.compile(lambda x, w: (torch.nn.functional.gelu(x @ w), (x * 2).sum(-1)))\n"
+        "w = torch.randn(16, 8)\n"
+        "for step in range(3):\n    x = torch.randn(8, 16)\n    with replayfmt.scope('region'):\n"
+        "        y, s = f(x, w)\n    print(float(y.sum() + s.sum()))\n"
     )
-    path = captured(program, tmp_path / "c.opreplay")
-    task = tmp_path / "task"
-    done = tools("export", "--format=kernel-task", "--allow-code", "--kernel=inductor_cpp::*", path, task)
+    return captured(folder / "program.py", folder / "c.opreplay")
+
+
+@pytest.mark.slow
+def test_a_kernel_that_inductor_generated_is_exported_with_its_source(
+    compiled: Path, tmp_path: Path, tools: Tools
+) -> None:
+    task, flags = tmp_path / "task", ("--format=kernel-task", "--kernel=inductor_cpp::*gelu*")
+    refused = tools("export", *flags, compiled, task)
+    assert refused.code == 1 and "--allow-code" in refused.err
+    done = tools("export", *flags, "--allow-code", compiled, task)
     assert done.code == 0, done.err
     assert described(task)["kind"] == "inductor_cpp" and "cpp_pybinding" in (task / "reference.py").read_text()
     assert "reference: as expected" in check(task)
+
+
+@pytest.mark.slow
+def test_a_compiled_region_of_generated_cpp_is_one_function_that_a_fused_kernel_replaces(
+    compiled: Path, tmp_path: Path, tools: Tools
+) -> None:
+    task = tmp_path / "task"
+    done = tools("export", "--format=kernel-task", "--scope=region", "--allow-code", compiled, task)
+    assert done.code == 0, done.err
+    assert any(name.startswith("inductor_cpp::") for name in described(task)["operators"])
+    assert "reference: as expected" in check(task)
+    (tmp_path / "mine.py").write_text(
+        "import torch\ndef right(x, w):\n    return torch.nn.functional.gelu(torch.mm(x, w)), x.sum(-1) * 2\n"
+        "def wrong(x, w):\n    return torch.nn.functional.gelu(torch.mm(x, w), approximate='tanh'), x.sum(-1) * 2\n"
+    )
+    files = [str(task / "reference.py"), *(f"{tmp_path / 'mine.py'}:{name}" for name in ("right", "wrong"))]
+    found = run_judge(str(task), files, Options(min_time_s=0))
+    assert [each["verdict"] for each in found["candidates"]] == ["accepted", "accepted", "wrong"], found
+
+
+@pytest.mark.slow
+def test_a_script_of_a_compiled_region_builds_its_cpp_and_gives_the_captured_results(
+    compiled: Path, tmp_path: Path, tools: Tools
+) -> None:
+    script, data = tmp_path / "s.py", tmp_path / "s.safetensors"
+    flags = ("--scope=region", f"--script={script}", f"--script-data={data}")
+    assert "--allow-code" in tools("trim", *flags, compiled).err
+    done = tools("trim", "--allow-code", *flags, compiled)
+    assert done.code == 0, done.err
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 @pytest.mark.slow

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from in_process import Tools
 
-from replayfmt.errors import ReplayRefused
-from replayfmt.format.codes import KernelKind
-from replayfmt.format.model import Kernel
-from replayfmt.format.reader import CaptureReader
-from replayfmt.trim.script_triton import TritonSections, with_names
+from replayfmt.trim.script_triton import with_names
 from tests.triton_kernels.conftest import run_python
 
 # Writes a script of the launches in each capture of a directory, into a directory of its own.
@@ -141,14 +137,6 @@ def test_without_leave_no_script_gets_the_source(
     ran = tools("trim", "--kernel=triton::*", f"--script={out}", f"--script-data={tmp_path / 'data'}", capture)
     assert ran.code == 1 and "runs only with --allow-code" in ran.err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_other_kernels_stay_refused() -> None:
-    reader = cast(CaptureReader, type("Reader", (), {"path": "a.opreplay"})())
-    name = "inductor_cpp::cpp_fused_add_0"
-    kernel = Kernel(name, "v1", f"{name}.v1() -> ()", KernelKind.inductor_cpp)
-    with pytest.raises(ReplayRefused, match="kernel of the kind inductor_cpp; a script can have operators and Triton"):
-        TritonSections(reader, True, "").launch(kernel, {}, "")
 
 
 MODULE = '''\
