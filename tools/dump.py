@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import click
 
-from replayfmt.dump.record_rows import MOST_VALUES, SHOWN_VALUES
-from replayfmt.dump.selection import Selection, parse_range
-from replayfmt.dump.stream import Query, jsonl_chunks, jsonl_parts, text_chunks, text_parts
+from replayfmt.dump import MOST_VALUES, SHOWN_VALUES
 from replayfmt.errors import UsageError
-from replayfmt.format.external_files import processors
-from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import printable
 
 from .command import console_script, option, stdout, tool
 
+if TYPE_CHECKING:
+    from replayfmt.dump.selection import Selection
+
 Chunks = Callable[[], Iterable[str]]  # makes chunks of whole lines
-_WORTH_A_PROCESS = 20_000  # records; their rows take about a tenth of a second
-_MOST_PROCESSES = 4  # the one that writes is soon the one that others wait for
 
 
 @tool(
@@ -144,6 +144,12 @@ def cli(
         raise UsageError("--summary and --signatures print different things; give one of them")
     if summary and (ops is not None or scopes or kernels):
         raise UsageError("--summary is about the whole capture: omit --ops, --scope and --kernel")
+    _hasten()
+    # Imported here, as below: imports are a large part of the cost of a short dump.
+    from replayfmt.dump.selection import Selection, parse_range
+    from replayfmt.dump.stream import Query, jsonl_chunks, jsonl_lines, text_lines
+    from replayfmt.format.reader import open_capture
+
     program = None if query is None else Query(query, raw=raw, slurp=slurp)
     start, stop = (0, None) if ops is None else parse_range(ops)
     selection = Selection(start, stop, scopes or None, kernels or None)
@@ -164,7 +170,6 @@ def cli(
     reader = open_capture(capture)
     try:
         if kernel_skeleton is not None:
-            # Imported here, as below: imports are a large part of the cost of a short dump.
             from replayfmt.dump.kernel_skeleton import kernel_skeleton as skeleton
 
             write([skeleton(reader, kernel_skeleton)])
@@ -188,22 +193,28 @@ def cli(
 
             forms = (listings.device_kernel_lines, listings.device_kernel_text, listings.device_kernel_csv)
             show(*(partial(each, reader) for each in forms))
-        elif (
-            program is None and selection.everything and not summary and (count := _processes(reader.record_count)) > 1
-        ):
-            from replayfmt.dump.in_turns import write_in_turns
-
-            parts = jsonl_parts if form == "jsonl" else text_parts
-            write_in_turns(1 + len(reader.record_frames), lambda: parts(reader, values), write, count)
+        elif program is not None:
+            write(program.apply(jsonl_chunks(reader, selection, summary, values)))
+        elif form == "jsonl":
+            write_lines(jsonl_lines(reader, selection, summary, values))
         else:
-            show(*(partial(each, reader, selection, summary, values) for each in (jsonl_chunks, text_chunks)))
+            write_lines(text_lines(reader, selection, summary, values))
     finally:
         reader.close()
 
 
+def _hasten() -> None:
+    """Half of a short dump is the start and the end of the process: NumPy's BLAS starts threads that nothing uses here,
+    and the last collection of garbage looks at every object there is."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    atexit.register(gc.freeze)
+
+
 def _rows_of_ranks(folder: str, selection: Selection, summary: bool, values: int, as_json: bool) -> Iterator[str]:
     """The files of all ranks, one after the other; each JSON row with its `rank`."""
+    from replayfmt.dump.stream import jsonl_chunks, text_chunks
     from replayfmt.format.rank_files import rank_file, world_size  # 50 ms that one file need not wait for
+    from replayfmt.format.reader import open_capture
 
     for rank in range(world_size(folder)):
         with open_capture(rank_file(folder, rank)) as reader:
@@ -215,18 +226,15 @@ def _rows_of_ranks(folder: str, selection: Selection, summary: bool, values: int
                     yield re.sub(r"^\{", f'{{"rank":{rank},', chunk, flags=re.MULTILINE)
 
 
-def _processes(records: int) -> int:
-    """How many processes write the rows of so many records soonest."""
-    if records < _WORTH_A_PROCESS or not hasattr(os, "fork"):
-        return 1
-    return min(processors(), records // _WORTH_A_PROCESS, _MOST_PROCESSES)
-
-
 def write(chunks: Iterable[str]) -> None:
     """Print chunks of whole lines, in UTF-8 whatever the locale."""
+    write_lines(chunk.encode("utf-8", "backslashreplace") for chunk in chunks)
+
+
+def write_lines(chunks: Iterable[bytes]) -> None:
     output = stdout().buffer
     for chunk in chunks:
-        output.write(chunk.encode("utf-8", "backslashreplace"))
+        output.write(chunk)
         output.flush()
 
 

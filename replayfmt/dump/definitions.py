@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from html import escape
-from itertools import count, islice
 from typing import Any
+
+import numpy as np
 
 from replayfmt.format.codes import KernelKind, RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.frames import MAX_NESTING
@@ -30,7 +30,8 @@ from .contents import (
     statement,
     validation,
 )
-from .row_templates import CHUNK_CHARACTERS, encode, integers, quote, scope_path
+from .expansion import Column, Expander, Numbers, Piece, Sheet, Slot, Words, ranked
+from .row_templates import CHUNK_CHARACTERS, encode, quote, scope_path
 
 Row = dict[str, Any]
 
@@ -197,39 +198,31 @@ def lines(rows: Iterator[Row]) -> Iterator[str]:
     yield "".join(chunk)
 
 
-def storage_lines(reader: CaptureReader, frame: RecordFrame) -> Iterator[str]:
-    """The rows of the storages that first appear in a frame, as JSON lines. There may be as many as ops, hence no
-    dicts."""
-    devices = ["null", *(quote(str(device)) for device in reader.devices[1:])]
-    origins = [quote(origin.name) for origin in StorageOrigin]
-    born = zip(
-        count(frame.first_storage),
-        integers(frame.storage_bytes),
-        frame.storage_device.tolist(),
-        frame.storage_origin.tolist(),
-        frame.storage_payload.tolist(),
-        strict=False,
-    )
-    at_once = max(1, CHUNK_CHARACTERS // (max(map(len, devices)) + 256))
-    # What the id in the payload's column refers to, by origin.
-    ends = ['"payload":{0}}}\n'] * (max(StorageOrigin) + 1)
-    ends[StorageOrigin.external_file] = '"payload":null,"range":{0}}}\n'
-    ends[StorageOrigin.initializer] = '"payload":null,"recipe":{0}}}\n'
-    others = bool((frame.storage_origin >= StorageOrigin.external_file).any())
-    while (
-        rows := [
-            f'{{"kind":"storage","id":{number},"device":{devices[device]},"bytes":{size},"origin":{origins[origin]},'
-            f'"payload":{payload or "null"}}}\n'
-            for number, size, device, origin, payload in islice(born, at_once)
-        ]
-        if not others
-        else [
-            f'{{"kind":"storage","id":{number},"device":{devices[device]},"bytes":{size},"origin":{origins[origin]},'
-            + ends[origin].format(payload or "null")
-            for number, size, device, origin, payload in islice(born, at_once)
-        ]
-    ):
-        yield "".join(rows)
+_STORAGE_COLUMNS = ("number", "device", "bytes", "origin", "payload")
+# What the id in the payload's column refers to, by origin.
+_REFERS_TO = {StorageOrigin.external_file: "range", StorageOrigin.initializer: "recipe"}
+
+
+def storage_lines(reader: CaptureReader, frame: RecordFrame, expander: Expander) -> Iterator[bytes]:
+    """The rows of the storages that first appear in a frame, as JSON lines. There may be as many as ops."""
+    count = len(frame.storage_bytes)
+    columns: dict[str, Column] = {
+        "number": Numbers(np.arange(frame.first_storage, frame.first_storage + count)),
+        "device": Words(["null", *(quote(str(device)) for device in reader.devices[1:])], frame.storage_device),
+        "bytes": Numbers(frame.storage_bytes, quoted=True),
+        "origin": Words([quote(origin.name) for origin in StorageOrigin], frame.storage_origin),
+        "payload": Numbers(frame.storage_payload, null=0),
+    }
+    start: list[Piece] = ['{"kind":"storage","id":', Slot("number"), ',"device":', Slot("device"), ',"bytes":']
+    start += [Slot("bytes"), ',"origin":', Slot("origin"), ',"payload":']
+    found, which = ranked(frame.storage_origin)
+    templates = []
+    for origin in map(StorageOrigin, found):
+        name = _REFERS_TO.get(origin)
+        other = "" if name is None else f'null,"{name}":'
+        templates.append(expander.template([*start, other, Slot("payload"), "}\n"], _STORAGE_COLUMNS))
+    longest = max(len(str(device)) for device in reader.devices) * 12 + 256
+    yield from expander.lines(templates, which, Sheet(count, columns), max(1, CHUNK_CHARACTERS // longest))
 
 
 def summary_text(reader: CaptureReader) -> str:
@@ -375,4 +368,6 @@ def capture_html(reader: CaptureReader) -> str:
 
 
 def _row(*cells: str) -> str:
+    from html import escape  # a large table that no other output needs
+
     return "<tr>" + "".join(f"<td>{escape(printable(cell, SHOWN_LINE))}</td>" for cell in cells) + "</tr>"

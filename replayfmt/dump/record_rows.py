@@ -28,25 +28,9 @@ from replayfmt.format.record_frames import decode_record, distinct
 from replayfmt.format.signature_layout import NodePlace, SlotLayout
 from replayfmt.format.validation import printable
 
-from .row_templates import (
-    Columns,
-    Dialect,
-    Hole,
-    ObjectCache,
-    Piece,
-    Slot,
-    device_slot,
-    encode,
-    encode_fast,
-    integer,
-    integers,
-    json_number,
-    quote,
-    scope_path,
-)
+from .expansion import Column, Expander, Numbers, Piece, Slot, Words, constant
+from .row_templates import Dialect, device_slot, encode, encode_fast, integer, json_number, quote, scope_path
 
-SHOWN_VALUES = 64  # of a tensor with more elements, none is shown
-MOST_VALUES = 4096  # that can be requested
 _LARGEST_PAYLOAD = 1 << 24  # of content that is read, bytes
 _KEPT_BYTES = 1 << 26  # of content that is kept at hand
 _KEPT_TEXTS = 1 << 14
@@ -234,7 +218,7 @@ PLAIN = frozenset(
         ValueKind.opaque,
     }
 )
-RUNS = {ValueKind.int: Hole.integers, ValueKind.float: Hole.numbers}
+RUNS = {ValueKind.int: "integer", ValueKind.float: "float"}
 REFERENCES = frozenset({ValueKind.storage, ValueKind.generator, ValueKind.payload, ValueKind.range, ValueKind.recipe})
 CODES: dict[ValueKind, Callable[[int], Any]] = {
     ValueKind.dtype: DType,
@@ -250,53 +234,50 @@ NO_DIGEST = "".join(f',"{key}":null' for key in DIGEST_KEYS)
 class JsonLines(Dialect):
     """Writes records as JSON objects."""
 
-    def __init__(self, reader: CaptureReader) -> None:
-        super().__init__(reader)
+    def __init__(self, reader: CaptureReader, expander: Expander) -> None:
+        super().__init__(reader, expander)
         self._devices = ["null", *(quote(str(device)) for device in reader.devices[1:])]
-        self._metas = ObjectCache(lambda number: self._meta(reader.metas[number]))
-        self._meta_devices = ObjectCache(lambda number: self._devices[reader.metas[number].device])
+        self._device_of_meta = np.array([0 if meta is None else meta.device for meta in reader.metas], np.int64)
 
     def scope(self, number: int) -> str:
         return quote(scope_path(self.reader, number))
 
-    def columns(self, frame: RecordFrame) -> Columns:
-        rows = frame.tensor_meta.tolist()
-        longest = max((len(before) for before, _after in self._metas.of(list(set(rows)))), default=0)
-        self.check_room(frame, longest * len(rows), "the tensors")
-        storages = integers(frame.tensor_storage)
-        if frame.tensor_storage.size and not frame.tensor_storage.all():
-            storages = [storage or "null" for storage in storages]
-        tensors = [
-            f'"tensor":{tensor},"storage":{storage}{before}{offset}{after}'
-            for tensor, storage, (before, after), offset in zip(
-                integers(frame.tensor_id), storages, self._metas.of(rows), integers(frame.tensor_offset), strict=True
-            )
+    def tensor(self, meta: TensorMeta) -> list[Piece]:
+        # With only one device, every op and every storage names it already.
+        after = f',"device":{self._devices[meta.device]}' if len(self._devices) > 2 else ""
+        if meta.layout != Layout.strided:
+            after += f',"layout":{quote(meta.layout.name)}'
+        if meta.flags:
+            after += f',"flags":{encode([flag.name for flag in TensorFlag if flag in meta.flags])}'
+        return [
+            '"tensor":',
+            Slot("id"),
+            ',"storage":',
+            Slot("storage"),
+            f',"dtype":{quote(meta.dtype.name)},"sizes":{encode(meta.sizes)},"strides":{encode(meta.strides)},"offset":',
+            Slot("offset"),
+            after,
         ]
-        floats = frame.floats.tolist()
-        if not np.isfinite(frame.floats).all():
-            floats = [json_number(value) for value in floats]
-        slots = frame.tensor_slots.tolist()
-        return Columns(
-            T=list(map(tensors.__getitem__, slots)),
-            I=integers(frame.ints),
-            F=floats,
-            R=frame.ints.tolist(),
-            L=slots,
-            D=list(self._meta_devices.of(rows)),
-        )
 
-    def integers(self, column: np.ndarray) -> list[Any]:
-        return integers(column)
+    def numbers(self, column: np.ndarray) -> Numbers:
+        return Numbers(column, quoted=True)
 
-    def device_durations(self, column: np.ndarray) -> list[str]:
-        return [f',"device_duration_ns":{value if value != UNKNOWN_DEVICE_NS else "null"}' for value in column.tolist()]
+    ordinals = offsets = numbers
 
-    def annotations(self, ids: list[int]) -> list[str]:
-        known = {
-            number: f',"annotation":{encode_fast(self.reader.annotation(number))}' if number else ""
-            for number in set(ids)
-        }
-        return [known[number] for number in ids]
+    def storages(self, column: np.ndarray) -> Column:
+        return Numbers(column, quoted=True, null=0)
+
+    def tensor_devices(self, frame: RecordFrame) -> Column:
+        return Words(self._devices, self._device_of_meta[frame.tensor_meta][frame.tensor_slots])
+
+    def float(self, value: float) -> str:
+        return json_number(value)
+
+    def device_durations(self, column: np.ndarray) -> Column:
+        return Numbers(column, before=',"device_duration_ns":', null=UNKNOWN_DEVICE_NS)
+
+    def annotation(self, number: int) -> str:
+        return f',"annotation":{encode_fast(self.reader.annotation(number))}'
 
     def placement(self, streams: list[tuple[str, int]]) -> str:
         return f',"streams":{encode(dict(streams))}'
@@ -304,34 +285,21 @@ class JsonLines(Dialect):
     def values(self, values: np.ndarray) -> str:
         return f',"value":{encode(values.tolist())}'
 
-    def tail(self, frame: RecordFrame) -> str:
+    def end(self, frame: RecordFrame) -> str:
         return f',"frame_offset":{integer(frame.offset)}}}\n'
-
-    def _meta(self, meta: TensorMeta) -> tuple[str, str]:
-        """What stands before and after the offset in a tensor's keys."""
-        before = (
-            f',"dtype":{quote(meta.dtype.name)},"sizes":{encode(meta.sizes)},"strides":{encode(meta.strides)},"offset":'
-        )
-        # With only one device, every op and every storage names it already.
-        after = f',"device":{self._devices[meta.device]}' if len(self._devices) > 2 else ""
-        if meta.layout != Layout.strided:
-            after += f',"layout":{quote(meta.layout.name)}'
-        if meta.flags:
-            after += f',"flags":{encode([flag.name for flag in TensorFlag if flag in meta.flags])}'
-        return before, after
 
     def template(self, signature: Signature) -> list[Piece]:
         if signature.kind == RecordKind.op:
             return self._op(signature)
-        pieces: list[Piece] = [f'{{"kind":{quote(signature.kind.name)},"ordinal":', Slot(Hole.ordinal)]
+        pieces: list[Piece] = [f'{{"kind":{quote(signature.kind.name)},"ordinal":', Slot("ordinal")]
         if signature.kind == RecordKind.global_state:
             pieces += [',"settings":{', *self._settings(signature), "}"]
         elif signature.kind == RecordKind.collective:
             pieces += self._values(SlotLayout(signature))
         else:
             pieces += self._fields(signature)
-        pieces += [',"scope":', Slot(Hole.scope), ',"thread":', Slot(Hole.thread), ',"start_ns":', Slot(Hole.start)]
-        return [*pieces, Slot(Hole.device_duration)] if signature.kind == RecordKind.unsupported else pieces
+        pieces += [',"scope":', Slot("scope"), ',"thread":', Slot("thread"), ',"start_ns":', Slot("start")]
+        return [*pieces, Slot("device_duration")] if signature.kind == RecordKind.unsupported else pieces
 
     def _op(self, signature: Signature) -> list[Piece]:
         kernel = self.reader.kernels[signature.kernel]
@@ -339,20 +307,20 @@ class JsonLines(Dialect):
         slot = device_slot(layout)
         return [
             '{"kind":"op","ordinal":',
-            Slot(Hole.ordinal),
+            Slot("ordinal"),
             f',"op":{quote(kernel.name)},"overload":{quote(kernel.overload)},"kernel":{signature.kernel}',
             *(f',"writes":{encode(how)}' for how in self.writes(signature)),
             ',"scope":',
-            Slot(Hole.scope),
+            Slot("scope"),
             ',"device":',
-            "null" if slot is None else Slot(Hole.tensor_device, slot),
+            "null" if slot is None else Slot("tensor_device", slot),
             ',"thread":',
-            Slot(Hole.thread),
+            Slot("thread"),
             f',"status":{quote(signature.status.name)},"start_ns":',
-            Slot(Hole.start),
+            Slot("start"),
             ',"duration_ns":',
-            Slot(Hole.duration),
-            Slot(Hole.device_duration),
+            Slot("duration"),
+            Slot("device_duration"),
             *self._values(layout),
         ]
 
@@ -373,9 +341,9 @@ class JsonLines(Dialect):
         if node.kind in PLAIN:
             return [head + '"value":', *self._plain(place), "}"]
         if node.kind == ValueKind.tensor:
-            return [head, Slot(Hole.tensor, place.tensor_slot), "}"]
+            return [head, Slot("tensor", place.tensor_slot), "}"]
         if node.kind in REFERENCES:
-            return [head + f'"{node.kind.name}":', Slot(Hole.integer, place.int_slot), "}"]
+            return [head + f'"{node.kind.name}":', Slot("integer", place.int_slot), "}"]
         if node.kind == ValueKind.composite:
             head += f'"form":{quote(str(node.constant))},"parts":['
             return [head, *self._objects(place.children), "]}"]
@@ -394,7 +362,7 @@ class JsonLines(Dialect):
     def _objects(self, places: tuple[NodePlace, ...]) -> list[Piece]:
         """Values as objects without names, separated by commas."""
         if len(places) > 1 and all(place.node.kind == ValueKind.tensor for place in places):
-            run = Slot(Hole.tensors, places[0].tensor_slot, len(places), '},{"type":"tensor",')
+            run = Slot("tensor", places[0].tensor_slot, len(places), '},{"type":"tensor",')
             return ['{"type":"tensor",', run, "}"]
         pieces: list[Piece] = []
         for place in places:
@@ -416,11 +384,11 @@ class JsonLines(Dialect):
         """The JSON of a value of a plain kind, or of an id."""
         node, real = place.node, place.float_slot
         if node.kind == ValueKind.int or node.kind in REFERENCES:
-            return [Slot(Hole.integer, place.int_slot)]
+            return [Slot("integer", place.int_slot)]
         if node.kind == ValueKind.float:
-            return [Slot(Hole.number, real)]
+            return [Slot("float", real)]
         if node.kind == ValueKind.complex:
-            return ['{"real":', Slot(Hole.number, real), ',"imag":', Slot(Hole.number, real + 1), "}"]
+            return ['{"real":', Slot("float", real), ',"imag":', Slot("float", real + 1), "}"]
         return [self._constant(node)]
 
     def _constant(self, node: Node) -> str:
@@ -447,7 +415,7 @@ class JsonLines(Dialect):
         for place in SlotLayout(signature).args:
             node = place.node
             if node.name == "hash_low":
-                pieces += [',"hash":"', Slot(Hole.hash, place.int_slot), '"']
+                pieces += [',"hash":"', Slot("hash", place.int_slot), '"']
             elif node.name == "hash_high":
                 continue  # shown with the other half
             elif node.kind in (ValueKind.tensor, ValueKind.composite):
@@ -502,10 +470,9 @@ def contiguous(meta: TensorMeta) -> bool:
 class TextRows(Dialect):
     """Writes records as lines for people."""
 
-    def __init__(self, reader: CaptureReader) -> None:
-        super().__init__(reader)
+    def __init__(self, reader: CaptureReader, expander: Expander) -> None:
+        super().__init__(reader, expander)
         self._devices = ["", *(printable(str(device), SHOWN_CHARACTERS) for device in reader.devices[1:])]
-        self._metas = ObjectCache(lambda number: self._meta(reader.metas[number]))
         self._width = max(6, len(str(reader.record_count)))
 
     def scope(self, number: int) -> str:
@@ -514,39 +481,30 @@ class TextRows(Dialect):
             indent, number = indent + "  ", self.reader.scopes[number].parent
         return indent
 
-    def columns(self, frame: RecordFrame) -> Columns:
-        metas = frame.tensor_meta.tolist()
-        longest = max(map(len, self._metas.of(list(set(metas)))), default=0)
-        self.check_room(frame, longest * len(metas), "the tensors")
-        tensors = [
-            f"%{tensor} {meta}{f'+{offset}' if offset else ''}"
-            for tensor, meta, offset in zip(
-                frame.tensor_id.tolist(), self._metas.of(metas), frame.tensor_offset.tolist(), strict=True
-            )
-        ]
-        slots, ints = frame.tensor_slots.tolist(), frame.ints.tolist()
-        return Columns(
-            T=list(map(tensors.__getitem__, slots)),
-            I=ints,
-            F=frame.floats.tolist(),
-            R=ints,
-            L=slots,
-            D=[""] * len(tensors),
-        )
+    def numbers(self, column: np.ndarray) -> Numbers:
+        return Numbers(column)
 
-    def integers(self, column: np.ndarray) -> list[Any]:
-        return column.tolist()
+    storages = numbers
 
-    def device_durations(self, column: np.ndarray) -> list[str]:
-        return [""] * len(column)
+    def ordinals(self, column: np.ndarray) -> Column:
+        return Words([f"{ordinal:>{self._width}}  " for ordinal in column.tolist()])
 
-    def annotations(self, ids: list[int]) -> list[str]:
-        known = {number: "" for number in set(ids)}
-        for number in known:
-            said = self.reader.annotation(number) or {}
-            text = "; ".join(f"{name}: {value}" for name, value in said.items())
-            known[number] = f"  # {printable(text, SHOWN_CHARACTERS)}" if text else ""
-        return [known[number] for number in ids]
+    def offsets(self, column: np.ndarray) -> Column:
+        return Words([f"+{offset}" if offset else "" for offset in column.tolist()])
+
+    def tensor_devices(self, frame: RecordFrame) -> Column:
+        return constant("", len(frame.tensor_slots))
+
+    def float(self, value: float) -> str:
+        return str(value)
+
+    def device_durations(self, column: np.ndarray) -> Column:
+        return constant("", len(column))
+
+    def annotation(self, number: int) -> str:
+        said = self.reader.annotation(number) or {}
+        text = "; ".join(f"{name}: {value}" for name, value in said.items())
+        return f"  # {printable(text, SHOWN_CHARACTERS)}" if text else ""
 
     def placement(self, streams: list[tuple[str, int]]) -> str:
         return f"  on {', '.join(f'{printable(each, SHOWN_CHARACTERS)} stream {number}' for each, number in streams)}"
@@ -554,28 +512,27 @@ class TextRows(Dialect):
     def values(self, values: np.ndarray) -> str:
         return f"={_shown(values.tolist())}"
 
-    def ordinals(self, ordinals: list[int]) -> list[Any]:
-        return [f"{ordinal:>{self._width}}  " for ordinal in ordinals]
-
-    def tail(self, frame: RecordFrame) -> str:
+    def end(self, frame: RecordFrame) -> str:
         return "\n"
 
-    def _meta(self, meta: TensorMeta) -> str:
+    def tensor(self, meta: TensorMeta) -> list[Piece]:
         text = f"{SHORT_DTYPES.get(meta.dtype, meta.dtype.name)}[{','.join(map(str, meta.sizes))}]"
         if meta.layout != Layout.strided:
             text += f":{meta.layout.name}"
         elif not contiguous(meta):
             text += f"{{{','.join(map(str, meta.strides))}}}"
         text += "".join(f":{flag.name}" for flag in SHOWN_FLAGS if flag in meta.flags)
-        return text if len(self._devices) <= 2 else f"{text}@{self._devices[meta.device]}"
+        if len(self._devices) > 2:
+            text += f"@{self._devices[meta.device]}"
+        return ["%", Slot("id"), f" {text}", Slot("offset")]
 
     def template(self, signature: Signature) -> list[Piece]:
         layout = SlotLayout(signature)
-        start: list[Piece] = [Slot(Hole.ordinal), Slot(Hole.scope)]
+        start: list[Piece] = [Slot("ordinal"), Slot("scope")]
         if signature.kind == RecordKind.op:
             return [*start, *self._op(layout)]
         if signature.kind in (RecordKind.scope_begin, RecordKind.scope_end):
-            start[1] = Slot(Hole.enclosing_indent)
+            start[1] = Slot("enclosing")
         statistics = signature.kind in (RecordKind.host_read, RecordKind.digest)
         arguments: list[Piece] = []
         for place in layout.args:
@@ -583,7 +540,7 @@ class TextRows(Dialect):
             if statistics and node.name == "nan":
                 break  # the rest of a digest is for --format=jsonl
             if node.name == "hash_low":
-                arguments += [", hash=", Slot(Hole.hash, place.int_slot)]
+                arguments += [", hash=", Slot("hash", place.int_slot)]
             elif node.name != "hash_high":  # shown with the other half
                 # `storage 7` says by itself which argument it is.
                 name = "" if node.kind in REFERENCE_WORDS else f"{printable(node.name, SHOWN_CHARACTERS)}="
@@ -611,13 +568,13 @@ class TextRows(Dialect):
         if node.kind in BRACKETS:
             return self._container(place)
         if node.kind == ValueKind.tensor:
-            return [Slot(Hole.tensor, tensor)]
+            return [Slot("tensor", tensor)]
         if node.kind == ValueKind.int or node.kind in REFERENCE_WORDS:
-            return [REFERENCE_WORDS.get(node.kind, ""), Slot(Hole.integer, integer)]
+            return [REFERENCE_WORDS.get(node.kind, ""), Slot("integer", integer)]
         if node.kind == ValueKind.float:
-            return [Slot(Hole.number, number)]
+            return [Slot("float", number)]
         if node.kind == ValueKind.complex:
-            return ["(", Slot(Hole.number, number), ", ", Slot(Hole.number, number + 1), "j)"]
+            return ["(", Slot("float", number), ", ", Slot("float", number + 1), "j)"]
         return [self._constant(node)]
 
     def _constant(self, node: Node) -> str:

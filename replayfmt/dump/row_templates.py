@@ -1,7 +1,6 @@
-"""Records as rows: templates that become fast functions, values as JSON text, and a frame's columns as Python lists.
+"""Records as rows: the template of each signature, a frame's columns, and values as JSON text.
 
-A template is text with holes; each hole says what is shown there. Every row of JSON is plain ASCII that any JSON parser
-reads without loss.
+Every row of JSON is plain ASCII that any JSON parser reads without loss.
 """
 
 from __future__ import annotations
@@ -10,124 +9,21 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.attachments import METADATA, how_writes_are_known, roles_of
-from replayfmt.format.codes import KernelKind
-from replayfmt.format.model import Signature
+from replayfmt.format.codes import UNKNOWN_NS, KernelKind
+from replayfmt.format.model import Signature, TensorMeta
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.record_frames import distinct
 from replayfmt.format.signature_layout import SlotLayout
 
-# The parameters of a row function, in this order. Single letters are this record's own values: ordinal, scope, thread,
-# start, duration, device duration, then the first slot it has in the columns tensors, ints and floats. Capitals are the
-# frame's columns: a fragment for each tensor slot, ints and floats as the output writes them, the ints as numbers, the
-# row of the frame's tensor table for each tensor slot, and the device of each row of that table.
-PARAMETERS = ("o", "s", "h", "n", "d", "g", "t", "i", "f", "T", "I", "F", "R", "L", "D")
+from .expansion import EXACT, Column, Expander, Halves, Numbers, Piece, Sheet, Slot, Words, constant, ranked
 
-RowFunction = Callable[..., str]
-
-
-class Hole(Enum):
-    """What a hole shows. The value is the code that reads it; `{k}` and `{end}` are slot numbers."""
-
-    ordinal = "o"
-    scope = "s"
-    enclosing_indent = "s[2:]"
-    thread = "h"
-    start = "n"
-    duration = "d"
-    device_duration = "g"
-    tensor = "T[t+{k}]"
-    integer = "I[i+{k}]"
-    number = "F[f+{k}]"
-    tensor_device = "D[L[t+{k}]]"
-    hash = "hexadecimal(R[i+{k}],R[i+{k}+1])"
-    tensors = "T[t+{k}:t+{end}]"
-    integers = "map(str,I[i+{k}:i+{end}])"
-    numbers = "map(str,F[f+{k}:f+{end}])"
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A hole. `first` counts from the record's first slot; `separator` joins the `count` slots of a run."""
-
-    hole: Hole
-    first: int = 0
-    count: int = 1
-    separator: str | None = None
-
-
-Piece = str | Slot
-
-# Longer templates are compiled in parts: the cost of compiling grows with the length of one expression.
-PIECES_PER_FUNCTION = 256
-
-
-def hexadecimal(low: int, high: int) -> str:
-    """A 128-bit hash from its halves, which may be negative (two's complement), as 32 hexadecimal digits."""
-    return f"{high & 0xFFFFFFFFFFFFFFFF:016x}{low & 0xFFFFFFFFFFFFFFFF:016x}"
-
-
-def row_function(pieces: Iterable[Piece]) -> RowFunction:
-    """The function that fills a template; its parameters are PARAMETERS. Owns nothing of the frames it is used on."""
-    merged = _merge(pieces)
-    starts = range(0, len(merged), PIECES_PER_FUNCTION)
-    parts = [_compile(merged[start : start + PIECES_PER_FUNCTION]) for start in starts]
-    if len(parts) == 1:
-        return parts[0]
-    return lambda *values: "".join([part(*values) for part in parts])
-
-
-def _merge(pieces: Iterable[Piece]) -> list[Piece]:
-    """Join neighbouring texts and leave out empty ones."""
-    merged: list[Piece] = []
-    for piece in pieces:
-        if isinstance(piece, str) and merged and isinstance(merged[-1], str):
-            merged[-1] += piece
-        elif piece != "":
-            merged.append(piece)
-    return merged
-
-
-def _compile(pieces: Sequence[Piece]) -> RowFunction:
-    """Bind the texts of a template to the code of its arrangement."""
-    texts: list[str] = []
-    expressions: list[str] = []
-    for piece in pieces:
-        if isinstance(piece, str):
-            expressions.append(f"k{len(texts)}")
-            texts.append(piece)
-            continue
-        first, end = int(piece.first), int(piece.first) + int(piece.count)
-        expression = piece.hole.value.format(k=first, end=end)
-        if piece.separator is not None:
-            expression = f"k{len(texts)}.join({expression})"
-            texts.append(piece.separator)
-        expressions.append(expression)
-    return _factory(tuple(expressions), len(texts))(*texts)
-
-
-@lru_cache(maxsize=4096)
-def _factory(expressions: tuple[str, ...], texts: int) -> Callable[..., RowFunction]:
-    """Code for one arrangement: a function from the texts to the row function. `expressions` come from Hole alone."""
-    constants = ",".join(f"k{number}" for number in range(texts))
-    body = "".join(f"{{{expression}}}" for expression in expressions)
-    source = f"lambda {constants}: lambda {','.join(PARAMETERS)}: f'{body}'"
-    factory: Callable[..., Any] = eval(
-        compile(source, "<row>", "eval"), {"hexadecimal": hexadecimal, "__builtins__": {"map": map, "str": str}}
-    )
-    return factory
-
-
-EXACT = 2**53
 _ENCODER = json.JSONEncoder()
 # In text from json.dumps: the parts that `encode` may write differently.
 _UNLIKE = re.compile(r"NaN|Infinity|[0-9]{16}|\\ud[89a-f]")
@@ -143,14 +39,6 @@ def quote(text: str) -> str:
 def integer(value: int) -> str:
     """A JSON number, or a string of digits where a double would round it."""
     return str(value) if -EXACT <= value <= EXACT else f'"{value}"'
-
-
-def integers(column: np.ndarray) -> list[int | str]:
-    """A column of integers, in a form whose text is JSON: `integer` of each, but fast."""
-    values: list[int | str] = column.tolist()
-    if column.size and (column.max() > EXACT or (column.dtype.kind == "i" and column.min() < -EXACT)):
-        return [value if -EXACT <= int(value) <= EXACT else f'"{value}"' for value in values]
-    return values
 
 
 def json_number(value: float) -> str:
@@ -197,27 +85,6 @@ def device_slot(layout: SlotLayout) -> int | None:
     return None if total == 0 else before if before < total else 0
 
 
-@dataclass(frozen=True)
-class Columns:
-    """One frame's values as a dialect writes them. Names as in templates.PARAMETERS."""
-
-    T: list[str]
-    I: list[Any]  # noqa: E741
-    F: list[Any]
-    R: list[int]
-    L: list[int]
-    D: list[str]
-
-    def longest(self, frame: RecordFrame) -> int:
-        """An upper bound of what the slots of any one record of the frame add to its row, in characters."""
-        fragment = max(map(len, self.T), default=0) + 64
-        per_record = (
-            np.diff(column).max(initial=0) for column in (frame.tensor_first, frame.int_first, frame.float_first)
-        )
-        tensors, ints, floats = map(int, per_record)
-        return tensors * fragment + 32 * (ints + floats)
-
-
 class ObjectCache(Generic[T]):
     """A cache of objects by id, created on demand: a capture may define far more than a selection uses. It is emptied
     at a total weight, so that memory does not grow with a capture's length."""
@@ -253,18 +120,112 @@ def scope_path(reader: CaptureReader, number: int) -> str:
     return path if length <= PATH_CHARACTERS else "…" + path[-PATH_CHARACTERS:]
 
 
+# The columns of records, in the order in which their sheets have them.
+COLUMNS = (
+    *("ordinal", "scope", "enclosing", "thread", "start", "duration", "device_duration"),
+    *("placement", "annotation", "end", "tensor", "tensor_device", "integer", "hash", "float"),
+)
+TENSOR_COLUMNS = ("id", "storage", "offset", "value")  # of a frame's tensors, each of which is a text in `tensor`
+_AROUND = 64  # characters that a list may put around a tensor
+
+
 class Dialect(ABC):
     """How one output writes records. Caches its work for signatures and scopes."""
 
-    def __init__(self, reader: CaptureReader) -> None:
+    def __init__(self, reader: CaptureReader, expander: Expander) -> None:
         self.reader = reader
+        self.expander = expander
         self.lengths: ObjectCache[int] = ObjectCache(self._length)
-        self.functions: ObjectCache[RowFunction] = ObjectCache(
-            lambda number: row_function(self.template(reader.signatures[number])), self._length
+        self.templates: ObjectCache[Any] = ObjectCache(
+            lambda number: expander.template(
+                [*self.template(reader.signatures[number]), Slot("placement"), Slot("annotation"), Slot("end")], COLUMNS
+            ),
+            self._length,
         )
+        self._tensors: ObjectCache[tuple[int, Any]] = ObjectCache(self._tensor_template)
         self._writes: dict[int, str | None] = {}  # by kernel
         self.scopes: ObjectCache[str] = ObjectCache(self.scope, lambda _number: PATH_CHARACTERS)
         self.placements: ObjectCache[str] = ObjectCache(self._placement, lambda _number: PATH_CHARACTERS)
+
+    def rows(self, frame: RecordFrame, which: slice | np.ndarray, values: dict[int, str]) -> Iterator[bytes]:
+        """The records of a frame that `which` takes, a line each, in chunks: use each up before asking for the next.
+        `values`: the texts of small tensors' values, by place in the frame's tensor slots. Raises InvalidCapture if
+        rows could be longer than any real one."""
+        numbers, kinds = ranked(frame.signature[which])
+        count = len(kinds)
+        tensors = self._tensor_words(frame, values)
+        at_once = self._rows_at_once(frame, numbers, self.expander.longest(tensors.words))
+        scopes, inside = ranked(frame.scope[which])
+        paths = list(self.scopes.of(scopes))
+        nothing = constant("", count)
+        placements = annotations = nothing
+        if frame.placement is not None:
+            used, index = ranked(frame.placement[which])
+            placements = Words(list(self.placements.of(used)), index)
+        if frame.annotation is not None:
+            used, index = ranked(frame.annotation[which])
+            annotations = Words([self.annotation(number) if number else "" for number in used], index)
+        has_times = self.reader.session.has_times
+        columns: dict[str, Column] = {
+            "ordinal": self.ordinals(np.arange(frame.first_ordinal, frame.first_ordinal + frame.count)[which]),
+            "scope": Words(paths, inside),
+            "enclosing": Words([path[2:] for path in paths], inside),
+            "thread": Numbers(frame.thread[which]),
+            "start": self.numbers(frame.start_ns[which]) if has_times else constant("null", count),
+            "duration": constant("null", count)
+            if frame.duration_ns is None
+            else Numbers(frame.duration_ns[which], null=UNKNOWN_NS),
+            "device_duration": nothing
+            if frame.device_duration_ns is None
+            else self.device_durations(frame.device_duration_ns[which]),
+            "placement": placements,
+            "annotation": annotations,
+            "end": constant(self.end(frame), count),
+            "tensor": tensors,
+            "tensor_device": self.tensor_devices(frame),
+            "integer": self.numbers(frame.ints),
+            "hash": Halves(frame.ints),
+            "float": self._floats(frame.floats),
+        }
+        firsts = {"t": frame.tensor_first, "i": frame.int_first, "f": frame.float_first}
+        sheet = Sheet(count, columns, {name: first[:-1][which] for name, first in firsts.items()})
+        yield from self.expander.lines(list(self.templates.of(numbers)), kinds, sheet, at_once)
+
+    def _tensor_words(self, frame: RecordFrame, values: dict[int, str]) -> Words:
+        """The text of each tensor slot. The same tensor with the same values is one text."""
+        metas, kinds = ranked(frame.tensor_meta)
+        found = list(self._tensors.of(metas))
+        longest = max((length for length, _template in found), default=0)
+        self.check_room(frame, longest * len(kinds), "the tensors")
+        index, places, shown = frame.tensor_slots, np.arange(len(kinds)), [""]
+        if values:
+            keys: dict[tuple[int, str], int] = {}
+            index = index.astype(np.int64)
+            for place, value in values.items():
+                index[place] = len(kinds) + keys.setdefault((int(frame.tensor_slots[place]), value), len(keys))
+            self.check_room(frame, sum(longest + len(value) for _tensor, value in keys), "the values")
+            places = np.concatenate((places, np.array([tensor for tensor, _value in keys], np.int64)))
+            shown += [value for _tensor, value in keys]
+        columns: dict[str, Column] = {
+            "id": self.numbers(frame.tensor_id[places]),
+            "storage": self.storages(frame.tensor_storage[places]),
+            "offset": self.offsets(frame.tensor_offset[places]),
+            "value": Words(shown, np.maximum(np.arange(len(places)) - len(kinds) + 1, 0)),
+        }
+        templates = [template for _length, template in found]
+        return Words(self.expander.words(templates, kinds[places], Sheet(len(places), columns)), index)
+
+    def _tensor_template(self, number: int) -> tuple[int, Any]:
+        """The template of the tensors with this metadata, and the length of its text."""
+        pieces = [*self.tensor(self.reader.metas[number]), Slot("value")]
+        length = sum(len(piece) for piece in pieces if isinstance(piece, str))
+        return length, self.expander.template(pieces, TENSOR_COLUMNS)
+
+    def _floats(self, values: np.ndarray) -> Words:
+        bits = np.ascontiguousarray(values, np.float64).view(np.int64)
+        different = distinct(bits)
+        words = [self.float(value) for value in different.view(np.float64).tolist()]
+        return Words(words, np.searchsorted(different, bits))
 
     def writes(self, signature: Signature) -> tuple[str | None, ...]:
         """How it is known what an op writes, or None; empty if its kernel is an operator or has no metadata."""
@@ -294,18 +255,18 @@ class Dialect(ABC):
             raise InvalidCapture(f"{self.reader.path}: placement {number} is over {PATH_CHARACTERS} characters long")
         return self.placement([(str(devices[device]), stream) for device, stream in streams])
 
-    def rows_at_once(self, frame: RecordFrame, signatures: list[int], columns: Columns) -> int:
-        """How many of these records to write at once, so that their rows stay below CHUNK_CHARACTERS.
-
-        Raises InvalidCapture if a single row could be longer.
-        """
-        path = 12 * PATH_CHARACTERS * bool(frame.scope.any())
-        longest = max(self.lengths.of(signatures)) + path + columns.longest(frame)
+    def _rows_at_once(self, frame: RecordFrame, signatures: list[int], fragment: int) -> int:
+        """How many of these records to write at once, so that their rows stay below CHUNK_CHARACTERS. `fragment`: the
+        length of the longest text of a tensor. Raises InvalidCapture if a single row could be longer."""
+        slots = (int(np.diff(each).max(initial=0)) for each in (frame.tensor_first, frame.int_first, frame.float_first))
+        tensors, ints, floats = slots
+        longest = max(self.lengths.of(signatures)) + 12 * PATH_CHARACTERS * bool(frame.scope.any())
+        longest += tensors * (fragment + _AROUND) + 32 * (ints + floats)
         if frame.placement is not None:
-            longest += max(map(len, self.placements.of(distinct(frame.placement).tolist())))
+            longest += max(map(len, self.placements.of(ranked(frame.placement)[0])))
         if frame.annotation is not None:
             strings = self.reader.strings
-            longest += 12 * max(len(strings[number] or "") for number in distinct(frame.annotation).tolist()) + 16
+            longest += 12 * max(len(strings[number] or "") for number in ranked(frame.annotation)[0]) + 16
         self.check_room(frame, longest, "a row")
         return CHUNK_CHARACTERS // longest
 
@@ -323,23 +284,43 @@ class Dialect(ABC):
 
     @abstractmethod
     def template(self, signature: Signature) -> list[Piece]:
-        """The row of every record of this signature, without the frame's tail."""
+        """The row of every record of this signature, up to where it was and its annotation."""
 
     @abstractmethod
-    def columns(self, frame: RecordFrame) -> Columns:
-        """The frame's columns as this dialect writes them."""
+    def tensor(self, meta: TensorMeta) -> list[Piece]:
+        """The text of every tensor with this metadata, of TENSOR_COLUMNS."""
 
     @abstractmethod
-    def integers(self, column: np.ndarray) -> list[Any]:
+    def numbers(self, column: np.ndarray) -> Numbers:
         """A column of integers as this dialect writes them."""
 
     @abstractmethod
-    def device_durations(self, column: np.ndarray) -> list[str]:
+    def ordinals(self, column: np.ndarray) -> Column:
+        """Ordinals as this dialect writes them."""
+
+    @abstractmethod
+    def storages(self, column: np.ndarray) -> Column:
+        """The storages of tensors, 0 for none."""
+
+    @abstractmethod
+    def offsets(self, column: np.ndarray) -> Column:
+        """The offsets of tensors into their storages."""
+
+    @abstractmethod
+    def tensor_devices(self, frame: RecordFrame) -> Column:
+        """The device of each tensor slot."""
+
+    @abstractmethod
+    def float(self, value: float) -> str:
+        """A row's text for a float."""
+
+    @abstractmethod
+    def device_durations(self, column: np.ndarray) -> Column:
         """Rows' texts for the device times of a frame."""
 
     @abstractmethod
-    def annotations(self, ids: list[int]) -> list[str]:
-        """Rows' texts for their annotations, by id; "" for 0."""
+    def annotation(self, number: int) -> str:
+        """A row's text for the annotation with this id."""
 
     @abstractmethod
     def placement(self, streams: list[tuple[str, int]]) -> str:
@@ -349,10 +330,6 @@ class Dialect(ABC):
     def values(self, values: np.ndarray) -> str:
         """The suffix of a tensor's text that shows its elements."""
 
-    def ordinals(self, ordinals: list[int]) -> list[Any]:
-        """Ordinals as this dialect writes them."""
-        return ordinals
-
     @abstractmethod
-    def tail(self, frame: RecordFrame) -> str:
+    def end(self, frame: RecordFrame) -> str:
         """The end of every row of a frame, including the newline."""

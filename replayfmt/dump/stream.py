@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, repeat
-from operator import add
+from itertools import chain
 from typing import Any
 
-import numpy as np
-
 from replayfmt.errors import OpReplayError, UsageError
-from replayfmt.format.codes import UNKNOWN_NS
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.validation import printable, printable_json
 
+from . import SHOWN_VALUES
 from .contents import attachment_lines
 from .definitions import Row, definition_rows, file_row, lines, storage_lines, summary_row, summary_text
-from .record_rows import LEGEND, SHOWN_VALUES, JsonLines, SmallValues, TextRows
-from .row_templates import Columns, Dialect
+from .expansion import Expander, InCpp, InPython, encoded
+from .record_rows import LEGEND, JsonLines, SmallValues, TextRows
+from .row_templates import Dialect
 from .selection import Filter, Selection, selects_nothing
+
+_WORTH_LOADING = 20_000  # records, whose rows take Python about a tenth of a second
 
 # jq itself prints the results: as Python objects they would have lost the sign of -0 and the digits of long integers.
 # An empty line comes first, because a comment that ends in a backslash continues on the next line.
@@ -100,33 +100,61 @@ def abridged(row: str) -> str:
 def jsonl_chunks(
     reader: CaptureReader, selection: Selection, summary_only: bool = False, values: int = SHOWN_VALUES
 ) -> Iterator[str]:
-    """The capture as JSON lines (docs/rows.md), in chunks of whole lines.
-
-    With a selection: the file, the summary and the selected records, without definitions and storages. The values of
-    integer and bool tensors of at most `values` elements are shown where the capture holds them. Raises
-    InvalidCapture when it comes to a damaged frame, and UsageError before the first chunk, for a selection that takes
-    nothing, too.
-    """
-    if selection.everything and not summary_only:
-        return _all_parts(reader, jsonl_parts(reader, values))
-    head = lines(iter([file_row(reader), summary_row(reader)]))
-    return head if summary_only else _selected(head, reader, JsonLines(reader), selection, values)
+    """What `jsonl_lines` writes, as text."""
+    return map(_decoded, jsonl_lines(reader, selection, summary_only, values))
 
 
 def text_chunks(
     reader: CaptureReader, selection: Selection, summary_only: bool = False, values: int = SHOWN_VALUES
 ) -> Iterator[str]:
-    """The capture as text for people: the summary, then a line for each selected record. Raises as jsonl_chunks."""
-    if selection.everything and not summary_only:
-        return _all_parts(reader, text_parts(reader, values))
-    head = [summary_text(reader)]
-    return iter(head) if summary_only else _selected(iter([*head, LEGEND]), reader, TextRows(reader), selection, values)
+    """What `text_lines` writes, as text."""
+    return map(_decoded, text_lines(reader, selection, summary_only, values))
 
 
-def jsonl_parts(reader: CaptureReader, values: int) -> Callable[[int], Iterator[str]]:
-    """A whole capture as JSON lines in parts, to be requested in order: first what stands before the records, then each
-    frame. Nothing is computed before it is requested."""
-    return _parts(reader, lines(_rows_before(reader)), JsonLines(reader), values, storage_lines)
+def _decoded(chunk: bytes) -> str:
+    return str(chunk, "utf-8")
+
+
+def jsonl_lines(
+    reader: CaptureReader,
+    selection: Selection,
+    summary_only: bool = False,
+    values: int = SHOWN_VALUES,
+    expander: Expander | None = None,
+) -> Iterator[bytes]:
+    """The capture as JSON lines (docs/rows.md), in chunks of whole lines: use each up before asking for the next.
+
+    With a selection: the file, the summary and the selected records, without definitions and storages. The values of
+    integer and bool tensors of at most `values` elements are shown where the capture holds them. `expander`: instead of
+    the one that suits so many records. Raises InvalidCapture when it comes to a damaged frame, and UsageError before
+    the first chunk, for a selection that takes nothing, too.
+    """
+    whole = selection.everything and not summary_only
+    head = map(encoded, lines(_rows_before(reader) if whole else iter([file_row(reader), summary_row(reader)])))
+    if summary_only:
+        return head
+    expander = expander or _expander(reader, selection)
+    if whole:
+        return _everything(head, reader, JsonLines(reader, expander), values, storage_lines)
+    return _selected(head, reader, JsonLines(reader, expander), selection, values)
+
+
+def text_lines(
+    reader: CaptureReader,
+    selection: Selection,
+    summary_only: bool = False,
+    values: int = SHOWN_VALUES,
+    expander: Expander | None = None,
+) -> Iterator[bytes]:
+    """As `jsonl_lines`, but text for people: the summary, then a line for each selected record."""
+    whole = selection.everything and not summary_only
+    head = map(encoded, _text_before(reader, whole, summary_only))
+    if summary_only:
+        return head
+    dialect = TextRows(reader, expander or _expander(reader, selection))
+    if whole:
+        return _everything(head, reader, dialect, values, lambda _reader, _frame, _expander: iter(()))
+    return _selected(head, reader, dialect, selection, values)
 
 
 def _rows_before(reader: CaptureReader) -> Iterator[Row]:
@@ -135,44 +163,47 @@ def _rows_before(reader: CaptureReader) -> Iterator[Row]:
     yield from definition_rows(reader)
 
 
-def text_parts(reader: CaptureReader, values: int) -> Callable[[int], Iterator[str]]:
-    """Likewise, as text for people."""
-    return _parts(reader, _text_before(reader), TextRows(reader), values, lambda _reader, _frame: iter(()))
-
-
-def _text_before(reader: CaptureReader) -> Iterator[str]:
+def _text_before(reader: CaptureReader, whole: bool, summary_only: bool) -> Iterator[str]:
     yield summary_text(reader)
-    yield from attachment_lines(reader)
-    yield LEGEND
+    if whole:
+        yield from attachment_lines(reader)
+    if not summary_only:
+        yield LEGEND
 
 
-def _parts(
+def _expander(reader: CaptureReader, selection: Selection) -> Expander:
+    """The one that writes so many rows soonest."""
+    stop = reader.record_count if selection.stop is None else min(selection.stop, reader.record_count)
+    if stop - selection.start < _WORTH_LOADING:
+        return InPython()
+    from replayfmt.native.building import NotAvailable, say
+
+    try:
+        return InCpp()
+    except NotAvailable as problem:
+        say(f"the same rows take longer: a part in C++ is missing ({problem})")
+        return InPython()
+
+
+def _everything(
+    head: Iterator[bytes],
     reader: CaptureReader,
-    head: Iterator[str],
     dialect: Dialect,
     values: int,
-    before: Callable[[CaptureReader, RecordFrame], Iterator[str]],
-) -> Callable[[int], Iterator[str]]:
+    before: Callable[[CaptureReader, RecordFrame, Expander], Iterator[bytes]],
+) -> Iterator[bytes]:
+    """The head, then each frame: what stands before its records, and those."""
     every, small = Filter(reader, Selection()), SmallValues(reader, values, dialect.values)
-
-    def part(number: int) -> Iterator[str]:
-        if not number:
-            yield from head
-            return
-        frame = reader.frame(number - 1)
-        yield from before(reader, frame)
-        yield from _records(dialect, number - 1, frame, every, small)
-
-    return part
-
-
-def _all_parts(reader: CaptureReader, part: Callable[[int], Iterator[str]]) -> Iterator[str]:
-    return chain.from_iterable(map(part, range(1 + len(reader.record_frames))))
+    yield from head
+    for number in range(len(reader.record_frames)):
+        frame = reader.frame(number)
+        yield from before(reader, frame, dialect.expander)
+        yield from _records(dialect, number, frame, every, small)
 
 
 def _selected(
-    head: Iterator[str], reader: CaptureReader, dialect: Dialect, selection: Selection, values: int
-) -> Iterator[str]:
+    head: Iterator[bytes], reader: CaptureReader, dialect: Dialect, selection: Selection, values: int
+) -> Iterator[bytes]:
     """The head, then the selected records. Raises UsageError before the first chunk if there is none of them."""
     chosen, small = Filter(reader, selection), SmallValues(reader, values, dialect.values)
     records = chain.from_iterable(
@@ -191,68 +222,8 @@ def _frames(reader: CaptureReader, chosen: Filter) -> Iterator[tuple[int, Record
             yield number, reader.frame(number)
 
 
-def _records(dialect: Dialect, number: int, frame: RecordFrame, chosen: Filter, small: SmallValues) -> Iterator[str]:
+def _records(dialect: Dialect, number: int, frame: RecordFrame, chosen: Filter, small: SmallValues) -> Iterator[bytes]:
     """The selected records of one frame, a line each."""
     which = chosen.indices(frame)
-    signatures = frame.signature[which].tolist()
-    if not signatures:
-        return
-    if isinstance(which, slice):
-        ordinals = list(range(frame.first_ordinal + which.start, frame.first_ordinal + which.stop))
-    else:
-        ordinals = (which + frame.first_ordinal).tolist()
-    scopes = frame.scope[which].tolist()
-    device_duration = frame.device_duration_ns
-    columns = dialect.columns(frame)
-    _add_values(dialect, frame, columns, small.of(number, frame))
-    T, I, F, R, L, D = columns.T, columns.I, columns.F, columns.R, columns.L, columns.D  # noqa: E741
-    records = zip(
-        dialect.ordinals(ordinals),
-        frame.thread[which].tolist(),
-        dialect.integers(frame.start_ns[which]) if dialect.reader.session.has_times else repeat("null"),
-        repeat("null") if frame.duration_ns is None else _durations(frame.duration_ns[which]),
-        repeat("") if device_duration is None else dialect.device_durations(device_duration[which]),
-        frame.tensor_first[:-1][which].tolist(),
-        frame.int_first[:-1][which].tolist(),
-        frame.float_first[:-1][which].tolist(),
-        strict=False,
-    )
-    tail = dialect.tail(frame)
-    placements = None if frame.placement is None else frame.placement[which].tolist()
-    notes = None if frame.annotation is None else frame.annotation[which].tolist()
-    at_once = dialect.rows_at_once(frame, signatures, columns)
-    for first in range(0, len(signatures), at_once):
-        functions = dialect.functions.of(signatures[first : first + at_once])
-        paths = dialect.scopes.of(scopes[first : first + at_once])
-        rows = [
-            function(o, s, h, n, d, g, t, i, f, T, I, F, R, L, D)
-            for function, s, (o, h, n, d, g, t, i, f) in zip(functions, paths, records, strict=False)
-        ]
-        if placements is not None:
-            rows = list(map(add, rows, dialect.placements.of(placements[first : first + at_once])))
-        if notes is not None and any(notes[first : first + at_once]):
-            rows = list(map(add, rows, dialect.annotations(notes[first : first + at_once])))
-        rows.append("")
-        yield tail.join(rows)
-
-
-def _durations(column: np.ndarray) -> list[Any]:
-    durations = column.tolist()
-    return (
-        durations
-        if not (column == UNKNOWN_NS).any()
-        else ["null" if each == UNKNOWN_NS else each for each in durations]
-    )
-
-
-def _add_values(dialect: Dialect, frame: RecordFrame, columns: Columns, values: dict[int, str]) -> None:
-    """Append their values to the texts of tensors. The same tensor with the same values is one text."""
-    texts: dict[tuple[int, str], str] = {}
-    length = 0
-    for place, value in values.items():
-        key = (columns.L[place], value)
-        if key not in texts:
-            texts[key] = columns.T[place] + value
-            length += len(texts[key])
-            dialect.check_room(frame, length, "the values")
-        columns.T[place] = texts[key]
+    if len(frame.signature[which]):
+        yield from dialect.rows(frame, which, small.of(number, frame))

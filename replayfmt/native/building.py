@@ -1,11 +1,12 @@
 """Loads the C++ libraries: the one shipped with the package, else one from the user's cache, where it is built at first
 use with the installed compiler.
 
-A library's file name contains a digest of everything that it must match: source, PyTorch, Python, platform. The file
-ends with a digest of itself: a damaged library is rebuilt, and so is one that this system cannot load. It is written
-under a temporary name and renamed, so processes that build at the same time do not interfere. Only files that no other
-user can have written are loaded from the cache: every directory on the way is checked, and a file is opened once, then
-checked and loaded by its descriptor. `python -m replayfmt.native` builds the libraries for a wheel.
+A library's file name contains a digest of everything that it must match: source, platform, and the PyTorch and Python
+that it uses, if it does. The file ends with a digest of itself: a damaged library is rebuilt, and so is one that this
+system cannot load. It is written under a temporary name and renamed, so processes that build at the same time do not
+interfere. Only files that no other user can have written are loaded from the cache: every directory on the way is
+checked, and a file is opened once, then checked and loaded by its descriptor. `python -m replayfmt.native` builds the
+libraries for a wheel.
 """
 
 from __future__ import annotations
@@ -30,8 +31,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
-
 from replayfmt.format.validation import tell
 
 _COMPILERS = ("c++", "g++", "clang++")
@@ -39,8 +38,8 @@ _COMPILERS = ("c++", "g++", "clang++")
 # NDEBUG is defined, as it is in PyTorch itself.
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-plt", "-DNDEBUG")
 _WITH_PYTHON = ("recorder.cpp",)  # sources that need the interpreter's headers, and all headers beside this module
+_WITH_TORCH = (*_WITH_PYTHON, "thread_watch.cpp")  # sources that need PyTorch; the others fit every PyTorch and Python
 _PATIENCE_S = 600
-_TORCH = Path(torch.__file__).parent
 _CARRIED = Path(__file__).parent / "built"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -56,7 +55,8 @@ class NotAvailable(Exception):
 
 
 def library(source: str) -> ctypes.PyDLL:
-    """The library of a source file beside this module (`thread_watch.cpp`). Its functions are called without releasing
+    """The library of a source file beside this module (`thread_watch.cpp`). PyTorch is imported only for those that use
+    it. Its functions are called without releasing
     the GIL. Raises NotAvailable."""
     try:
         name = _name(source)
@@ -134,8 +134,17 @@ def compiler() -> list[str]:
     raise NotAvailable("no C++ compiler", f"none of {', '.join(_COMPILERS)} was found")
 
 
+def _torch_folder() -> Path:
+    import torch
+
+    return Path(torch.__file__).parent
+
+
 def _flags(with_python: bool) -> list[str]:
-    where = _TORCH / "include"
+    """What a source that uses PyTorch is compiled with."""
+    import torch
+
+    where = _torch_folder() / "include"
     if not (where / "ATen" / "record_function.h").is_file():
         raise NotAvailable("this PyTorch has no headers", f"{where} does not hold them")
     flags = [*_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-I{where}"]
@@ -149,7 +158,7 @@ def _flags(with_python: bool) -> list[str]:
 
 def _linked(with_python: bool) -> list[str]:
     libraries = ("torch_python", "torch", "torch_cpu", "c10") if with_python else ("torch_cpu", "c10")
-    return [f"-L{_TORCH / 'lib'}", *(f"-l{name}" for name in libraries)]
+    return [f"-L{_torch_folder() / 'lib'}", *(f"-l{name}" for name in libraries)]
 
 
 # ------------------------------------------------------------------------------------------------------ the libraries
@@ -158,21 +167,23 @@ def _linked(with_python: bool) -> list[str]:
 def _files(source: str) -> dict[str, bytes]:
     """The files that a library is compiled from, by name."""
     here = Path(__file__).parent
-    headers = sorted(here.glob("*.h" if source in _WITH_PYTHON else "watched.h"))
-    return {path.name: path.read_bytes() for path in (here / source, *headers)}
+    headers = "*.h" if source in _WITH_PYTHON else "watched.h" if source in _WITH_TORCH else ""
+    paths = [here / source, *(sorted(here.glob(headers)) if headers else ())]
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def _name(source: str) -> str:
-    """The file name of the library for this PyTorch, Python and platform, and the current sources."""
-    fits = (
-        _files(source),
-        _FLAGS,
-        torch.__version__,
-        [getattr(torch.version, name, None) for name in ("git_version", "debug", "cuda", "hip", "xpu")],
-        torch.compiled_with_cxx11_abi(),
-        platform.machine(),
-        sysconfig.get_config_var("SOABI"),
-    )
+    """The file name of the library for this platform, the current sources, and the PyTorch and Python that they use."""
+    fits: list[object] = [_files(source), _FLAGS, platform.machine()]
+    if source in _WITH_TORCH:
+        import torch
+
+        fits += [
+            torch.__version__,
+            [getattr(torch.version, name, None) for name in ("git_version", "debug", "cuda", "hip", "xpu")],
+            torch.compiled_with_cxx11_abi(),
+            sysconfig.get_config_var("SOABI"),
+        ]
     return f"{Path(source).stem}-{hashlib.sha256(repr(fits).encode()).hexdigest()[:32]}.so"
 
 
@@ -182,7 +193,10 @@ def _compiled(source: str) -> bytes:
         for name, content in _files(source).items():
             Path(scratch, name).write_bytes(content)
         made = Path(scratch, "made.so")
-        compile_library(Path(scratch, source), made, with_python=source in _WITH_PYTHON)
+        if source in _WITH_TORCH:
+            compile_library(Path(scratch, source), made, with_python=source in _WITH_PYTHON)
+        else:
+            run_compiler([*compiler(), *_FLAGS, "-pthread", str(Path(scratch, source)), "-o", str(made)])
         content = made.read_bytes()
     return content + hashlib.sha256(content).digest()
 
@@ -224,14 +238,15 @@ def _name_of_open(descriptor: int, path: Path) -> str:
 def _build(source: str, path: Path) -> None:
     """Build a library and put it into the cache atomically."""
     compiler()
-    _flags(source in _WITH_PYTHON)
+    if source in _WITH_TORCH:
+        _flags(source in _WITH_PYTHON)
     try:
         descriptor, name = tempfile.mkstemp(dir=path.parent)  # for this user alone
     except OSError as error:
         raise _no_cache(error) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
-            say(f"building {source} for PyTorch {torch.__version__}, once: this can take a minute")
+            say(f"building {source}, once: this can take a minute")
             content = _compiled(source)
             try:
                 file.write(content)

@@ -14,13 +14,13 @@ ROOT = Path(__file__).parents[2]
 
 # errors ← format ← native ← pytorch ← {recording, importers, initializers ← replay} ← {benchmark, trim,
 # probing} ← compare
-# ← report ← export ← api, tools; dump and probes stand on format alone.
+# ← report ← export ← api, tools; dump stands on format and native alone, probes on format.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "collector": set(),
     "version": set(),
     "format": {"errors"},
-    "dump": {"errors", "format"},
+    "dump": {"errors", "format", "native"},
     "native": {"errors", "format"},
     "probes": {"errors", "format"},
     "pytorch": {"errors", "version", "format", "native"},

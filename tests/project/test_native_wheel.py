@@ -50,18 +50,16 @@ def test_a_wheel_that_carries_libraries_records_where_there_is_no_compiler(libra
     capture = ("-m", "opreplay_tools.capture", "--recorder=native", "-o", "one.opreplay", "program.py")
     cache = tmp_path / "cache"
     left_out = ("CXX", "OPREPLAY_NATIVE", "OPREPLAY_RECORDER")
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in left_out},
+        "PATH": "",
+        "PYTHONPATH": str(installed),
+        "XDG_CACHE_HOME": str(cache),
+    }
+    loads = "import sys; from replayfmt.dump.expansion import InCpp; InCpp(); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", loads], cwd=tmp_path, env=environment, check=True, timeout=600)
     done = subprocess.run(
-        [sys.executable, *capture],
-        cwd=tmp_path,
-        env={
-            **{name: value for name, value in os.environ.items() if name not in left_out},
-            "PATH": "",
-            "PYTHONPATH": str(installed),
-            "XDG_CACHE_HOME": str(cache),
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
+        [sys.executable, *capture], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr
     policies = replayfmt.open(tmp_path / "one.opreplay").session.policies
