@@ -95,7 +95,7 @@ candidates_options = together(
     option(
         "--candidates DIR|FILE[:NAME]",
         "With --compare, and a kernel task in place of the capture: judge these kernels, each in a process of its "
-        "own, and rank them by the whole workload. Python, C++ or CUDA sources. Repeatable.",
+        "own, and rank them by the whole workload. Python, C++ or CUDA sources, cubins. Repeatable.",
         multiple=True,
     ),
     option("--variants", "With --candidates: also judge them with zeros, NaN, Inf, empty and odd sizes."),
@@ -127,6 +127,7 @@ candidates_options = together(
 
 _FOR_TASKS = ("candidates", "variants", "guard", "end_to_end", "candidate_timeout", "candidate_memory", "allow_reason")
 _WITH_TASKS = ("compare", "inputs", "benchmark_min_time", "benchmark_format", "benchmark_out", "force", "capture")
+_WITH_TASKS += ("allow_code",)  # for --end-to-end
 
 
 def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
@@ -162,7 +163,7 @@ def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
     )
 
     def replayed(candidate: str, task: dict[str, Any]) -> dict[str, Any]:
-        return _end_to_end(given["end_to_end"], candidate, task)
+        return _end_to_end(given["end_to_end"], candidate, task, flags.allow_code)
 
     import torch
 
@@ -186,7 +187,7 @@ def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
     return 0 if report.all_accepted else 1
 
 
-def _end_to_end(capture: str, candidate: str, task: dict[str, Any]) -> dict[str, Any]:
+def _end_to_end(capture: str, candidate: str, task: dict[str, Any], allow_code: bool) -> dict[str, Any]:
     """The row of the whole replay of a comparison with a candidate in place, made in a process of its own."""
     import json
     import subprocess
@@ -194,15 +195,18 @@ def _end_to_end(capture: str, candidate: str, task: dict[str, Any]) -> dict[str,
     from replayfmt.benchmark.candidates.task_judging import split_candidate
 
     path, function = split_candidate(candidate)
-    if not path.endswith(".py"):
-        return {"ratio": None, "reason": "only Python files are substituted in a replay"}
-    named = f"{task['name']}={path}:{function or task['function']}"
+    if not path.endswith((".py", ".cubin")):
+        return {"ratio": None, "reason": "only Python files and cubins are substituted in a replay"}
+    function = function or ("" if path.endswith(".cubin") else task["function"])
+    several = len({each["program"] for each in task["workloads"]}) > 1
+    named = f"{task['operator' if several else 'name']}={path}{':' * bool(function)}{function}"
     command = worker_command(
         "opreplay_tools.benchmark",
         "--compare",
         f"--replay-kernel-substitution={named}",
         "--benchmark-format=json",
         "--benchmark-min-time=12x",
+        *["--allow-code"] * allow_code,
         "--",
         capture,
     )

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from replayfmt.benchmark.candidates.binaries import LAUNCH
 from replayfmt.benchmark.candidates.task_cases import load_task
 from replayfmt.benchmark.per_op.groups import work_of
 from replayfmt.dump.kernel_skeleton import kernel_skeleton
@@ -203,6 +204,12 @@ class _KernelTask(Task):
                 self._programs(),
             ]
         )
+
+    def write_launch(self, folder: Path) -> None:
+        if self.kernel.kind is KernelKind.triton and len(self.kernels) == 1:
+            (folder / LAUNCH).mkdir()
+            for role, content in contents_of(self.reader, self.kernel).items():
+                (folder / LAUNCH / role).write_bytes(content)
 
     def _programs(self) -> str:
         return programs_text([f"program_{program}" for program in self.kernels.values()], self._function())

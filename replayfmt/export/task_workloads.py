@@ -146,6 +146,9 @@ class Task:
         """The text of reference.py, without how inputs are made."""
         raise NotImplementedError
 
+    def write_launch(self, folder: Path) -> None:
+        """Write what is needed to launch a binary in place of the kernel's, if it has one."""
+
     def description(self) -> dict[str, Any]:
         """What task.json says of this kind."""
         raise NotImplementedError
@@ -167,6 +170,7 @@ class Task:
         self._choose()
         verified = self._contents(folder)
         (folder / "reference.py").write_text(self.reference() + self._make(), encoding="utf-8")
+        self.write_launch(folder)
         (folder / "check.py").write_text(check_text(), encoding="utf-8")
         facts = self._json(verified)
         (folder / "task.json").write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")

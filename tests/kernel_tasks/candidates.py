@@ -107,7 +107,7 @@ CHEATS: dict[str, tuple[str, str, str]] = {
     "another layout": ("structure", "", f"return ({RIGHT}).t().contiguous().t()"),
     "an input's memory": ("aliasing", "", "return mat2.as_strided((mat1.shape[0], mat2.shape[1]), (mat2.shape[1], 1))"),
     "looks for the answer on the stack": (
-        "uncorrelated",
+        "reads the task",
         "import sys\ndef found(value, depth=0):\n"
         "    if isinstance(value, dict) and 'tolerances' in value: return value['values'][0]\n"
         "    below = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else "
@@ -118,7 +118,7 @@ CHEATS: dict[str, tuple[str, str, str]] = {
         "    return torch.zeros(mat1.shape[0], mat2.shape[1])",
     ),
     "looks for the answer among all objects": (
-        "uncorrelated",
+        "reads the task",
         "import gc",
         "for each in gc.get_objects():\n"
         "        if type(each) is dict and 'tolerances' in each and each['values'][0].shape[0] == mat1.shape[0]: "
@@ -159,6 +159,108 @@ CHEATS: dict[str, tuple[str, str, str]] = {
         "import os",
         'for number in range(3, 64):\n        try: os.write(number, b\'{"event": "end"}\\n\')\n'
         "        except OSError: pass\n    os._exit(0)",
+    ),
+    "says exactly what the judge would say": (
+        "crashed",
+        "import json, os",
+        "said = [{'event': 'end'}]\n"
+        "    for each in range(4):\n"
+        "        said += [{'event': 'right', 'case': f'w0{each}.{case}'} for case in (0, 1)]\n"
+        "        said.append({'event': 'timed', 'case': '', 'workload': f'w0{each}', 'rounds': 1,\n"
+        "                     'times_ns': {'candidate': [1], 'reference': [9]}})\n"
+        "    for number in range(3, 64):\n"
+        "        try: os.write(number, b''.join(json.dumps(each).encode() + b'\\n' for each in said))\n"
+        "        except OSError: pass\n    os._exit(0)",
+    ),
+    "speaks with the judge's voice": (
+        "reads the task",
+        "import inspect",
+        "for each in inspect.stack():\n        me = each.frame.f_locals.get('self')\n"
+        "        if hasattr(me, 'tell'): me.tell(event='end')",
+    ),
+    "raises the tolerance": (
+        "global state",
+        "import sys\nsys.modules['__main__'].MARGIN = sys.modules['__main__']._JUDGED = 1e9",
+        f"return {RIGHT}",
+    ),
+    "is right under a wrong default": ("global state", "", f"torch.set_default_device('meta'); return {RIGHT}"),
+    "switches gradients on": ("global state", "", f"torch.set_grad_enabled(True); return {RIGHT}"),
+    "stops the filling of new memory": (
+        "global state",
+        "",
+        f"torch.utils.deterministic.fill_uninitialized_memory = False; return {RIGHT}",
+    ),
+    "seeds NumPy": ("global state", "import numpy", f"numpy.random.seed(0); return {RIGHT}"),
+    "sets a timer": (
+        "global state",
+        "import signal",
+        f"signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 60); return {RIGHT}",
+    ),
+    "takes more threads": ("global state", "", f"torch.set_num_threads(torch.get_num_threads() + 1); return {RIGHT}"),
+    "ends the judge": ("reads the task", "import os", f"os.kill(os.getppid(), 9); return {RIGHT}"),
+    "has another program read the outputs": (
+        "reads the task",
+        "import subprocess",
+        f"subprocess.run(['cat', TASK + '/w00.0.safetensors'], capture_output=True); return {RIGHT}",
+    ),
+    "reads the outputs by C": (
+        "captured values only",
+        "import ctypes, json\nLIBC = ctypes.CDLL(None)",
+        "for each in range(4):\n"
+        "        for case in (0, 1):\n"
+        "            file = LIBC.open(f'{TASK}/w0{each}.{case}.safetensors'.encode(), 0)\n"
+        "            data = ctypes.create_string_buffer(1 << 20)\n"
+        "            length = LIBC.read(file, data, 1 << 20)\n"
+        "            if length <= 0: continue\n"
+        "            size = int.from_bytes(data.raw[:8], 'little')\n"
+        "            head = json.loads(data.raw[8:8 + size])\n"
+        "            def entry(name):\n"
+        "                first, end = head[name]['data_offsets']\n"
+        "                return data.raw[8 + size + first:8 + size + end]\n"
+        "            if entry('input.mat1') == bytes(mat1.contiguous().view(torch.uint8).view(-1).tolist()):\n"
+        "                kept = bytearray(entry('result.0'))\n"
+        "                return torch.frombuffer(kept, dtype=torch.float32).view(mat1.shape[0], -1).clone()\n"
+        "    return torch.zeros(mat1.shape[0], mat2.shape[1])",
+    ),
+    "a process works on": (
+        "late work",
+        "import os, time",
+        f"if os.fork() == 0:\n        time.sleep(60); os._exit(0)\n    return {RIGHT}",
+    ),
+    "a pool of threads works on": (
+        "late work",
+        "import time\nfrom concurrent.futures import ThreadPoolExecutor\nPOOL = ThreadPoolExecutor(1)",
+        "out = torch.empty(mat1.shape[0], mat2.shape[1])\n"
+        f"    POOL.submit(lambda: (time.sleep(0.05), out.copy_({RIGHT}))); return out",
+    ),
+    "a tensor that computes when it is used": (
+        "lazy",
+        "class Lazy(torch.Tensor):\n"
+        "    @staticmethod\n    def __new__(cls, compute, sizes):\n"
+        "        return torch.Tensor._make_wrapper_subclass(cls, sizes, dtype=torch.float32)\n"
+        "    def __init__(self, compute, sizes): self.compute = compute\n"
+        "    @classmethod\n    def __torch_dispatch__(cls, function, types, args=(), named=None):\n"
+        "        return function(*(each.compute() if isinstance(each, Lazy) else each for each in args),"
+        " **(named or {}))",
+        f"return Lazy(lambda: {RIGHT}, (mat1.shape[0], mat2.shape[1]))",
+    ),
+    "the original in another thread": (
+        "calls the original",
+        "import threading",
+        "found = []\n    call = lambda: found.append(torch.addmm(self, mat1, mat2, beta=beta, alpha=alpha))\n"
+        "    thread = threading.Thread(target=call); thread.start(); thread.join(); return found[0]",
+    ),
+    "the original where no profiler looks": (
+        "calls the original",
+        "",
+        f"if torch.autograd._profiler_enabled(): return {RIGHT}\n"
+        "    return torch.addmm(self, mat1, mat2, beta=beta, alpha=alpha)",
+    ),
+    "the original into its own memory": (
+        "calls the original",
+        "",
+        "out = torch.empty(mat1.shape[0], mat2.shape[1])\n"
+        "    return torch.addmm(self, mat1, mat2, beta=beta, alpha=alpha, out=out)",
     ),
     "dies": ("crashed", "import os, signal", "os.kill(os.getpid(), signal.SIGSEGV)"),
     "leaves": ("crashed", "import os", "os._exit(0)"),

@@ -150,12 +150,19 @@ def test_a_kernel_that_is_right_until_it_is_timed_is_rejected(exported: Exported
         "    names = sys._getframe(1).f_locals\n    names = names if 'rounds' in names else sys._getframe(2).f_locals\n"
         f"    judged = names.get('last') or names.get('rounds') in names.get('judged', ())\n"
         f"    return {RIGHT} if CALLS[0] < 60 or judged else torch.zeros(mat1.shape[0], mat2.shape[1])\n",
+        "stops the clock when it is timed": f"import time, torch\nCALLS = []\n{ADDMM}    CALLS.append(1)\n"
+        f"    if len(CALLS) == 60: time.perf_counter_ns = lambda: 0\n    return {RIGHT}\n",
+        "the original when it is timed": f"import torch\nCALLS = []\n{ADDMM}    CALLS.append(1)\n"
+        f"    return {RIGHT} if len(CALLS) < 60 else torch.addmm(self, mat1, mat2, beta=beta, alpha=alpha)\n",
         "never sees the same inputs in two timed calls": f"import torch\nSEEN = set()\n{ADDMM}"
         "    key = tuple(bytes(each.contiguous().view(torch.uint8).view(-1).tolist()) for each in (self, mat1, mat2))\n"
         f"    assert len(SEEN) < 60 or key not in SEEN\n    SEEN.add(key)\n    return {RIGHT}\n",
         "honest": honest("addmm", "split sums"),
     }
     found = judged(exported(kernel="aten::addmm"), tmp_path / "c", texts, Options(min_time_s=0.02))
+    assert found.pop("the original when it is timed")["verdict"] == "calls the original"
+    assert found.pop("stops the clock when it is timed")["verdict"] == "global state"
+    assert found.pop("sees which calls are judged")["verdict"] == "reads the task"
     assert found["honest"]["verdict"] == "accepted" and len(found["honest"]["timed"]) == 4
     assert found.pop("never sees the same inputs in two timed calls")["verdict"] == "accepted"
     for name, each in found.items():
@@ -205,7 +212,9 @@ def test_the_folder_alone_and_the_tool_give_the_same_verdicts(exported: Exported
     folder.mkdir()
     for name in HONEST["mm"]:
         (folder / f"{name.replace(' ', '_')}.py").write_text(honest("mm", name))
-    (folder / "zeros.py").write_text("import torch\ndef mm(self, mat2):\n    return torch.mm(self, mat2) * 0\n")
+    (folder / "zeros.py").write_text(
+        "import torch\ndef mm(self, mat2):\n    return torch.zeros(len(self), mat2.shape[1]).bfloat16()\n"
+    )
     (folder / "half.py").write_text(
         "import torch\ndef mm(self, mat2):\n    wide = self.double()[:, :, None] * mat2.double() * 1.1\n"
         "    return wide.sum(1).bfloat16()\n"
@@ -264,7 +273,7 @@ def test_what_cannot_be_loaded_here_is_told_why(exported: Exported, tmp_path: Pa
     source.write_text("#error not built")
     found = run_judge(str(exported(kernel="aten::mm")), [str(binary), str(source)], UNTIMED)["candidates"]
     assert [each["verdict"] for each in found] == ["does not load"] * 2
-    assert "a.cubin is none of .py, .cpp, .cc, .cu; a binary for a GPU is tried in a replay" in found[0]["text"]
+    assert "a.cubin: a cubin takes the place of a Triton kernel, which aten::mm.default is not" in found[0]["text"]
     assert torch.cuda.is_available() or "PyTorch sees none here" in found[1]["text"]
 
 

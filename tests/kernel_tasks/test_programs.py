@@ -68,6 +68,10 @@ def test_a_triton_kernel_is_exported_with_its_source_as_a_first_candidate(tmp_pa
     found = run_judge(str(task), files, Options(min_time_s=0))
     verdicts = [each["verdict"] for each in found["candidates"]]
     assert verdicts == ["accepted", "accepted", "wrong"], found
+    (tmp_path / "mine.cubin").write_bytes(b"\x7fELF\x02\x01\x01\x33")
+    (tmp_path / "mine.json").write_text('{"shared": 0}')
+    (row,) = run_judge(str(task), [str(tmp_path / "mine.cubin")], Options(min_time_s=0))["candidates"]
+    assert row["verdict"] == "does not load" and "the capture has no binary of triton::double_kernel" in row["text"]
 
 
 @pytest.fixture(scope="module")

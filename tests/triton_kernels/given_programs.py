@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import replayfmt
+from replayfmt.benchmark.candidates.binaries import launched
+from replayfmt.benchmark.candidates.task_calls import memories_of, run
+from replayfmt.benchmark.candidates.task_cases import Case, load_task
+from replayfmt.benchmark.candidates.task_judging import split_candidate
+from replayfmt.dump.selection import OpSelection
 from replayfmt.errors import OpReplayError
+from replayfmt.export.kernel_task import write_task
+from replayfmt.export.task_workloads import TaskOptions
 from tests.triton_kernels import programs
 from tests.triton_kernels.fake_device import install, replay_as_on_a_device
 
@@ -78,6 +86,25 @@ def replayed(capture: Path, request: str, does: Any = None, *, allow_code: bool 
     return {"outcome": result.outcome, "launches": driver.launches, "loaded": [each.hex() for each in driver.loaded]}
 
 
+def judged(capture: Path, folder: Path, request: str) -> dict[str, Any]:
+    """What the cubin of a request does as a candidate for a task of the kernel."""
+    driver = install(ARCH, DOES)
+    with tempfile.TemporaryDirectory(dir=folder) as out, replayfmt.Plan(capture, allow_code=True) as plan:
+        task_folder = Path(out) / "task"
+        write_task(plan, str(task_folder), OpSelection(kernel=(NAME,)), TaskOptions(allow_code=True))
+        task = load_task(task_folder)
+        case = Case(task_folder, task, task["workloads"][0], 0, None)
+        driver.launches.clear()
+        path, function = split_candidate(request.partition("=")[2])
+        try:
+            outcome = run(launched(task_folder, task, path, function), case, memories_of(case, case.contents))
+        except ValueError as error:
+            return {"error": str(error), "launches": driver.launches}
+        assert not outcome.error, outcome.error
+        doubled = bool((outcome.after[0].view(torch.float32) == 2 * case.contents[0]).all())
+        return {"doubled": doubled, "launches": driver.launches}
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     replay_as_on_a_device()
@@ -121,6 +148,7 @@ def main() -> None:
     found = {name: replayed(capture, request) for name, request in requests.items()}
     found["wrong"] = replayed(capture, requests["twofold"], {"twofold": triple})
     found["without leave"] = replayed(capture, requests["twofold"], allow_code=False)
+    found |= {f"candidate {name}": judged(capture, folder, requests[name]) for name in sys.argv[2:]}
     found["cubins"] = {path.stem: path.read_bytes().hex() for path in (ours, by_nvcc) if path.exists()}
     print(json.dumps(found))
 

@@ -16,6 +16,7 @@ from tests.triton_kernels.conftest import run_python, skip_unless_triton_compile
 
 SOURCE = Path(__file__).with_name("given_cubins.cu")
 WARPS_OF_THE_CAPTURE = 2
+AS_CANDIDATES = ("twofold", "named", "no sidecar", "other entry", "other parameters", "another device", "no cubin")
 REFUSED = {
     "no sidecar": r'does not say how much dynamic shared memory .* write \{"shared": BYTES\} to .*alone.json',
     "no shared": "empty.json is not a JSON object with 'shared'",
@@ -42,7 +43,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("given")
     if shutil.which("nvcc"):
         subprocess.run(["nvcc", "-cubin", "-arch=sm_90", "-o", folder / "by_nvcc.cubin", SOURCE], check=True)
-    done = run_python("-m", "tests.triton_kernels.given_programs", str(folder), interpret="0", cache=folder / "cache")
+    program = ("-m", "tests.triton_kernels.given_programs", str(folder), *AS_CANDIDATES)
+    done = run_python(*program, interpret="0", cache=folder / "cache")
     assert done.returncode == 0, done.stderr
     said: dict[str, Any] = json.loads(done.stdout)
     return said
@@ -86,6 +88,15 @@ def test_a_cubin_by_nvcc_that_does_not_fit_is_refused(found: dict[str, Any]) -> 
         assert why in found[name]["error"] and found[name]["launches"] == []
     cubin = Cubin.read(bytes.fromhex(found["cubins"]["by_nvcc"]))
     assert cubin.arch == 90 and cubin.kernels["narrow"] == CubinKernel("narrow", (8, 4), None, 32)
+
+
+@pytest.mark.parametrize("why", AS_CANDIDATES)
+def test_a_cubin_is_a_candidate_for_a_task_as_it_is_for_a_replay(found: dict[str, Any], why: str) -> None:
+    result = found[f"candidate {why}"]
+    if why in REFUSED:
+        assert re.search(REFUSED[why], result["error"]) and result["launches"] == []
+    else:
+        assert result == {"doubled": True, "launches": [["twofold", [2, 1, 1], 1]]}
 
 
 def test_devices_that_a_cubin_runs_on() -> None:

@@ -25,9 +25,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from .task_calls import Task, described
 from .task_cases import Case, Options, load_task
@@ -47,7 +50,7 @@ def judge_here(task: Task, given: str, tell: Callable[..., None], lock: Any) -> 
     except Fault as fault:
         tell(event="fault", case="", reason=fault.reason, text=fault.text)
         return
-    right, changes = True, judge.changes
+    right, settled = True, judge.settled
     fcntl.flock(lock, fcntl.LOCK_SH)
     for case in task.cases(task.make):
         variants = task.variants(case)
@@ -64,9 +67,10 @@ def judge_here(task: Task, given: str, tell: Callable[..., None], lock: Any) -> 
     fcntl.flock(lock, fcntl.LOCK_UN)
     if right:
         _measure_all(task, judge, tell, lock, function)
-    changed = changes()
-    if changed:
-        tell(event="fault", case="", reason="global state", text=f"it changed {', '.join(changed[:4])}")
+    try:
+        settled("in the timed calls")
+    except Fault as fault:
+        tell(**fault.event(""))
 
 
 def _measure_all(task: Task, judge: Judge | None, tell: Callable[..., None], lock: Any, function: Any = None) -> None:
@@ -90,24 +94,30 @@ def _measure_all(task: Task, judge: Judge | None, tell: Callable[..., None], loc
             tell(event="fault", case=case.name, reason="raises", text=f"in a timed call: {described(error)}")
 
 
-def in_child(work: Callable[[Callable[..., None]], None], report: Path, options: Options) -> int:
-    """Start work in a forked process that reports events to a file; its process id."""
+def in_child(work: Callable[[Callable[..., None]], None], given: str, output: Path, options: Options) -> Running:
+    """Start work for a candidate in a forked process that reports events through a pipe, each with a word that only
+    the two know: what a candidate says for itself does not count, and nothing is taken back."""
     sys.stdout.flush()
+    word = os.urandom(16).hex().encode()
+    events, end = os.pipe()
     child = os.fork()
     if child:
-        return child
+        os.close(end)
+        os.set_blocking(events, False)
+        return Running(given, child, events, word, output)
     code = 1
     try:
         os.setsid()
-        output = os.open(f"{report}.out", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        file = os.open(report, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.close(events)
+        said = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
         encode, write = json.dumps, os.write
 
         def tell(**event: Any) -> None:
-            write(file, encode(event).encode() + b"\n")
+            write(end, word + encode(event).encode() + b"\n")
 
+        torch.set_grad_enabled(False)
         _limit_memory(options.memory_bytes)
         work(tell)
         tell(event="end")
@@ -133,66 +143,75 @@ class Running:
 
     given: str
     process: int
-    report: Path
-    until: float
+    pipe: int
+    word: bytes
+    output: Path
+    until: float = math.inf
     status: int | None = None
     timed_out: bool = False
+    told: bytes = b""
 
     def poll(self) -> bool:
-        """Whether it has ended; ends it when its time is up."""
+        """Whether it has ended; ends it when its time is up, and what it has started when it has ended."""
+        self._read()
         done, status = os.waitpid(self.process, os.WNOHANG)
-        if done:
-            self.status = status
-            return True
-        if time.monotonic() > self.until:
-            self.timed_out = True
+        if not done and time.monotonic() <= self.until:
+            return False
+        with suppress(ProcessLookupError):
             os.killpg(self.process, signal.SIGKILL)
-            _done, self.status = os.waitpid(self.process, 0)
-            return True
-        return False
+        if not done:
+            self.timed_out = True
+            _done, status = os.waitpid(self.process, 0)
+        self.status = status
+        self._read()
+        os.close(self.pipe)
+        return True
+
+    def _read(self) -> None:
+        with suppress(BlockingIOError):
+            while part := os.read(self.pipe, 1 << 16):
+                self.told += part
 
     def events(self) -> list[dict[str, Any]]:
-        if not self.report.exists():
-            return []
-        return [json.loads(line) for line in self.report.read_bytes().splitlines() if line.endswith(b"}")]
+        """What the judge in it said."""
+        lines = (line.removeprefix(self.word) for line in self.told.splitlines() if line.startswith(self.word))
+        return [json.loads(line) for line in lines if line.endswith(b"}")]
 
     def last_line(self) -> str:
         """The last line of its output."""
-        said = Path(f"{self.report}.out")
-        return (said.read_text(errors="replace").strip().splitlines() or [""])[-1] if said.exists() else ""
+        there = self.output.exists()
+        return (self.output.read_text(errors="replace").strip().splitlines() or [""])[-1] if there else ""
 
 
 def judge_all(folder: Path, candidates: list[str], options: Options) -> dict[str, Any]:
     """Judge candidates, each in a process of its own. Raises ValueError and OSError for a task that cannot be read."""
     task = Task(folder, options)
     with tempfile.TemporaryDirectory(prefix="opreplay-judge-") as scratch:
-        task.store = Path(os.path.realpath(scratch)) / "expected"
-        task.store.mkdir()
+        task.scratch = Path(os.path.realpath(scratch))
         task.make = task.reference().MAKE
-        report = Path(scratch) / "reference"
-        first = Running("", in_child(task.prepare, report, options), report, math.inf)
+        first = in_child(task.prepare, "", task.scratch / "reference", options)
         while not first.poll():
             time.sleep(0.005)
         events = first.events()
         if not any(each["event"] == "end" for each in events):
             raise ValueError(f"{folder}: the reference cannot be run: {first.last_line() or how_it_died(first)}")
+        task.take(events)
         reference = {each["case"]: each["wrong"] for each in events if each["event"] == "reference"}
         return {
             "task": task.task["name"],
             "reference": {"ok": not any(reference.values()), "cases": reference},
-            "candidates": _judge_in_turn(task, candidates, Path(scratch), options),
+            "candidates": _judge_in_turn(task, candidates, options),
         }
 
 
-def _judge_in_turn(task: Task, candidates: list[str], scratch: Path, options: Options) -> list[dict[str, Any]]:
+def _judge_in_turn(task: Task, candidates: list[str], options: Options) -> list[dict[str, Any]]:
     waiting = list(enumerate(candidates))
     running: dict[int, Running] = {}
     found: dict[int, dict[str, Any]] = {}
-    lock_path = scratch / "lock"
+    lock_path = task.scratch / "lock"
     lock_path.touch()
 
     def start(number: int, given: str, options: Options, name: str = "") -> Running:
-        report = scratch / f"candidate-{number}{name}"
         built = given != REFERENCE and not split_candidate(given)[0].endswith(".py")
         allowed = options.timeout_s * (3 if built else 1)
 
@@ -201,7 +220,9 @@ def _judge_in_turn(task: Task, candidates: list[str], scratch: Path, options: Op
             with lock_path.open() as lock:
                 judge_here(task, given, tell, lock)
 
-        return Running(given, in_child(work, report, options), report, time.monotonic() + allowed)
+        each = in_child(work, given, task.scratch / f"candidate-{number}{name}", options)
+        each.until = time.monotonic() + allowed
+        return each
 
     while waiting or running:
         while waiting and len(running) < max(options.jobs, 1):
@@ -258,10 +279,11 @@ def verdict_of(task: Task, each: Running) -> dict[str, Any]:
             reason = "out of memory"
         faults.append({"event": "fault", "case": calls[-1]["case"] if calls else "", "reason": reason, "text": text})
     elif each.given != REFERENCE and not faults:
-        told = {kind: sum(event["event"] == kind for event in events) for kind in ("right", "timed")}
-        cases = sum("." in path.name and " " not in path.name for path in task.store.iterdir())
-        if told["right"] != cases or (task.options.min_time_s > 0 and told["timed"] != len(task.workloads)):
-            text = f"it left after {told['right']} of {cases} cases, as if it had been judged"
+        right = {event["case"] for event in events if event["event"] == "right"}
+        timed = {event["workload"] for event in events if event["event"] == "timed"}
+        names = {each["name"] for each in task.workloads} if task.options.min_time_s > 0 else set()
+        if right != set(task.taken) or timed != names:
+            text = f"it left after {len(right)} of {len(task.taken)} cases, as if it had been judged"
             faults.append({"event": "fault", "case": "", "reason": "crashed", "text": text})
     allowed = [fault for fault in faults if fault["reason"] in task.options.allow]
     faults = [fault for fault in faults if fault["reason"] not in task.options.allow]

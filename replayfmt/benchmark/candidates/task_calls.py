@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-import json
+import io
 import math
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from .task_cases import (
 )
 
 _TEXT_LIMIT = 400
+_PART = 1 << 30  # bytes; a system reads no more than two of these at a time
 
 
 @dataclass
@@ -63,8 +65,7 @@ def run(function: Callable[..., Any], case: Case, memories: list[Memory], sizes:
     arguments = Arguments(case, memories, sizes)
     found = Outcome()
     try:
-        with torch.no_grad():
-            returned = function(*arguments.positional, **arguments.named)
+        returned = function(*arguments.positional, **arguments.named)
         _synchronize_current()
         found.outputs = leaves(returned)
         found.values = [each.detach().clone() if type(each) is torch.Tensor else each for each in found.outputs]
@@ -136,8 +137,7 @@ def expectations(function: Callable[..., Any], case: Case, variant: Variant) -> 
         memories = memories_of(case, list(taken))
         arguments = Arguments(case, memories, variant.sizes, widened)
         try:
-            with torch.no_grad():
-                returned = leaves(function(*arguments.positional, **arguments.named))
+            returned = leaves(function(*arguments.positional, **arguments.named))
         except Exception:
             return None
         again = Outcome(values=returned, after=[memory.read() for memory in memories])
@@ -288,7 +288,10 @@ class Task:
         self.workloads = [each for each in self.task["workloads"] if options.only in each["name"]]
         if not self.workloads:
             raise ValueError(f"--workload={options.only}: no workload has such a name")
-        self.store: Path = Path()
+        self.scratch: Path = Path()
+        self.taken: dict[str, list[str]] = {}  # by case, the variants that the reference takes
+        self._kept = -1  # a file that is no longer in any folder: what the reference does with each
+        self._places: dict[str, tuple[int, int]] = {}
         self.make: dict[str, Any] = {}  # how inputs without content are made
 
     def cases(self, make: Any) -> Iterator[Case]:
@@ -297,11 +300,14 @@ class Task:
                 yield Case(self.folder, self.task, workload, number, make)
 
     def reference(self) -> Any:
-        return import_file(self.folder / "reference.py", "reference")
+        module = import_file(self.folder / "reference.py", "reference")
+        del sys.modules["reference"]  # where a candidate would find it
+        return module
 
     def prepare(self, tell: Callable[..., None]) -> None:
-        """Run the reference on every case and variant; keeps what it does in the store."""
+        """Run the reference on every case and variant; keeps what it does."""
         module = self.reference()
+        kept = (self.scratch / "expected").open("wb")
         for case in self.cases(module.MAKE):
             function = module.PROGRAMS[case.workload["program"]]
             found = {CAPTURED.name: expectations(function, case, CAPTURED)}
@@ -320,9 +326,19 @@ class Task:
                         variants.append(variant)
                         break
             for name, there in found.items():
-                torch.save(there, self._stored(case, name))
-            names = [each.name for each in variants]
-            (self.store / case.name).write_text(json.dumps(names), encoding="utf-8")
+                first = kept.tell()
+                torch.save(there, kept)
+                tell(event="kept", name=f"{case.name} {name}", place=(first, kept.tell() - first))
+            tell(event="taken", case=case.name, variants=[each.name for each in variants])
+        kept.close()
+
+    def take(self, events: list[dict[str, Any]]) -> None:
+        """Remember what was kept, so that no candidate can change it."""
+        path = self.scratch / "expected"
+        self._kept = os.open(path, os.O_RDONLY)
+        path.unlink()
+        self._places = {each["name"]: tuple(each["place"]) for each in events if each["event"] == "kept"}
+        self.taken = {each["case"]: each["variants"] for each in events if each["event"] == "taken"}
 
     def _against_file(self, case: Case, here: dict[str, Any]) -> str:
         """How the reference's outputs differ from those in the file. Where they agree, the file's are the expected
@@ -346,22 +362,22 @@ class Task:
                     return f"the reference writes something else here than in the capture: {off}"
         return ""
 
-    def _stored(self, case: Case, variant: str) -> Path:
-        return self.store / f"{case.name} {variant.encode().hex()}"
-
     def variants(self, case: Case) -> list[Variant] | None:
         """The variants that the reference takes; None where it does not take the captured inputs."""
-        path = self.store / case.name
-        if not path.exists():
+        names = self.taken.get(case.name)
+        if names is None:
             return None
-        names = json.loads(path.read_text(encoding="utf-8"))
         return [each for choices in variants_of(case, self.options.variants) for each in choices if each.name in names]
 
     def expected(self, case: Case, variant: Variant) -> dict[str, Any]:
         collects = gc.isenabled()
         gc.disable()
         try:
-            found: dict[str, Any] = torch.load(self._stored(case, variant.name), weights_only=True)
+            first, length = self._places[f"{case.name} {variant.name}"]
+            data = b"".join(
+                os.pread(self._kept, min(_PART, first + length - at), at) for at in range(first, first + length, _PART)
+            )
+            found: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
         finally:
             if collects:
                 gc.enable()

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import gc
+import importlib
 import json
 import math
 import os
 import random
+import re
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ExecutionTraceObserver
 
 from replayfmt.pytorch.guards import Memory, poisoned
 from replayfmt.pytorch.rounding import wide
@@ -43,7 +49,7 @@ REASONS = {
     "crashed": "the process died",
     "out of time": "it took longer than allowed",
     "out of memory": "it needs more memory than allowed",
-    "reads the task": "it opened the task's inputs, expected outputs or reference",
+    "reads the task": "it opened the task's inputs, expected outputs or reference, or looked at the judge's objects",
     "calls the original": "it calls the operator that it is to replace",
     "global state": "it leaves a setting of the process, a random generator or a function changed",
     "late work": "it goes on working after it has returned",
@@ -63,7 +69,9 @@ REASONS = {
     "captured values only": "it is right for the captured values only",
     "wrong": "an output is farther off than rounding explains",
 }
-SOURCES = (".py", ".cpp", ".cc", ".cu")
+SOURCES = (".py", ".cpp", ".cc", ".cu", ".cubin")
+_STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system")
+_LOOKS = ("sys._getframe", "sys._current_frames", "gc.get_objects", "gc.get_referrers", "gc.get_referents")
 _FIRST_CALL = "the first call"
 _LEAST_ROUNDS, _MOST_ROUNDS = 7, 250
 _JUDGED = 0.1  # the share of timed calls whose outputs are judged
@@ -92,8 +100,11 @@ class State:
 
     def __init__(self) -> None:
         own = vars(sys.modules[__name__])
+        self._data = {name: value for name, value in own.items() if not callable(value) and not name.startswith("__")}
+        self._texts = {name: repr(value) for name, value in self._data.items()}
         classes = [value for value in own.values() if isinstance(value, type) and value.__module__ == __name__]
         self._functions = [(owner, _functions(owner)) for owner in (*self._OWNERS, sys.modules[__name__], *classes)]
+        self._variables = dict(os.environ)
         self._before = self._read()
 
     def _read(self) -> dict[str, Any]:
@@ -107,7 +118,8 @@ class State:
             "cudnn.benchmark": torch.backends.cudnn.benchmark,
             "cudnn.enabled": torch.backends.cudnn.enabled,
             "mkldnn": torch.backends.mkldnn.enabled,
-            "flush denormal": float(torch.tensor([1e-310], dtype=torch.float64) * 1.0) == 0.0,
+            "flush denormal": float(torch.tensor([1e-310], dtype=torch.float64, device="cpu") * 1.0) == 0.0,
+            "filling of new memory": torch._C._get_deterministic_fill_uninitialized_memory(),
             "grad mode": torch.is_grad_enabled(),
             "inference mode": torch.is_inference_mode_enabled(),
             "anomaly detection": torch.is_anomaly_enabled(),
@@ -115,16 +127,30 @@ class State:
             "modes": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
             "random generator": torch.get_rng_state().tolist(),
             "Python's random generator": random.getstate(),
+            "garbage collection": gc.isenabled(),
+            "time slices of threads": sys.getswitchinterval(),
+            "signals": [*map(signal.getsignal, sorted(signal.valid_signals())), signal.getitimer(signal.ITIMER_REAL)],
             "working directory": os.getcwd(),
         }
         found |= {"a tracer": sys.gettrace(), "a profiler": sys.getprofile()}
         # PyTorch's own operators may not get other kernels: the original would compute, or take, something else.
         kernels = sorted(each for each in torch.library._impls if each.startswith("aten/"))
-        return found | {"kernels of PyTorch's operators": kernels}
+        found |= {"kernels of PyTorch's operators": kernels}
+        if "numpy" in sys.modules:
+            numbers = importlib.import_module("numpy.random")
+            found["NumPy's random generator"] = repr(numbers.get_state(legacy=False))
+        return found
 
     def changes(self) -> list[str]:
         after = self._read()
         found = [name for name, value in self._before.items() if after[name] is not value and after[name] != value]
+        data = vars(sys.modules[__name__])
+        for name, value in self._data.items():
+            if data.get(name) is not value or repr(value) != self._texts[name]:
+                found.append(f"{name} of check.py")
+        variables = {name: os.environ.get(name) for name in self._variables}
+        if variables != self._variables:
+            found.append("environment variables")
         for owner, functions in self._functions:
             now = _defined(owner)
             for name, (value, code) in functions.items():
@@ -165,7 +191,7 @@ class Judge:
     def __init__(self, task: Task, tell: Callable[..., None]) -> None:
         self.task, self.tell = task, tell
         self.armed = False
-        self._opened: list[str] = []
+        self._looked: list[str] = []
         self._own = ""
         self.seen: set[int] = set()  # hashes of what it rightly returned in earlier cases
         self.changes = State().changes  # of the functions as they are now
@@ -175,11 +201,9 @@ class Judge:
         name = function or self.task.task["function"]
         self._own = os.path.realpath(path)
         if not path.endswith(SOURCES):
-            raise Fault(
-                "does not load",
-                f"{os.path.basename(path)} is none of {', '.join(SOURCES)}; a binary for a GPU is tried in a replay: "
-                "opreplay-run --replay-kernel-substitution=KERNEL@cubin=FILE",
-            )
+            raise Fault("does not load", f"{os.path.basename(path)} is none of {', '.join(SOURCES)}")
+        if path.endswith(".cubin"):
+            return self._launched(path, function)
         if path.endswith(".cu") and not torch.cuda.is_available():
             raise Fault("does not load", "a CUDA source needs a CUDA device, and PyTorch sees none here")
         sys.addaudithook(self._audit)
@@ -203,36 +227,90 @@ class Judge:
         settled("while it was loaded")
         return found
 
+    def _launched(self, path: str, entry: str) -> Callable[..., Any]:
+        try:
+            from replayfmt.benchmark.candidates.binaries import launched
+        except ImportError as error:
+            raise Fault("does not load", f"OpReplay launches a cubin, and cannot be imported: {error}") from None
+        try:
+            return launched(self.task.folder, self.task.task, path, entry)
+        except ValueError as error:
+            raise Fault("does not load", f"{os.path.basename(path)}: {error}") from None
+
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "open" and self.armed and isinstance(args[0], str | bytes):
-            path = Path(os.path.realpath(os.fsdecode(args[0])))
-            inside = path.is_relative_to(self.task.folder) and (
-                path.suffix in (".safetensors", ".json") or path.name in ("reference.py", "check.py")
-            )
-            if str(path) != self._own and (inside or path.is_relative_to(self.task.store)):
-                self._opened.append(path.name)
+        """Python calls this before some actions. What a candidate may not do is told at once, and it is refused."""
+        if not self.armed:
+            return
+        found = ""
+        if event == "open" and isinstance(args[0], str | bytes):
+            found = self._opens(os.path.realpath(os.fsdecode(args[0])))
+        elif event in _STARTS and str(self.task.folder) in str(args[:2]):
+            found = "it started a program with the task's files"
+        elif event in _LOOKS and self._by_candidate():
+            found = f"it called {event}"
+        elif event in ("os.kill", "os.killpg") and args[0] in (os.getppid(), os.getpgid(os.getppid()), 0, -1):
+            found = "it sent a signal to the judge"
+        if found:
+            self.tell(**Fault("reads the task", found).event(""))
+            self._looked.append(found)
+            raise PermissionError(found)
+
+    def _opens(self, path: str) -> str:
+        inside = Path(path).is_relative_to(self.task.folder) and (
+            path.endswith((".safetensors", ".json")) or os.path.basename(path) in ("reference.py", "check.py")
+        )
+        if path == self._own or not (inside or Path(path).is_relative_to(self.task.scratch)):
+            return ""
+        return f"it opened {os.path.basename(path)}"
+
+    def _by_candidate(self) -> bool:
+        """Whether the candidate itself asks Python for something, also by a function of `inspect`."""
+        self.armed = False
+        frame: Any = sys._getframe(2)
+        self.armed = True
+        while frame is not None and frame.f_globals.get("__name__") in ("inspect", "traceback"):
+            frame = frame.f_back
+        return frame is not None and self._is_own(frame.f_code.co_filename)
+
+    def _is_own(self, file: str) -> bool:
+        """Whether a file is the candidate's, or is not there: it made the code as it ran."""
+        return os.path.realpath(file) == self._own or not (os.path.exists(file) or file.startswith("<frozen"))
 
     def settled(self, when: str) -> None:
-        """Raises Fault if the process is not as it was."""
-        if self._opened:
-            raise Fault("reads the task", f"it opened {', '.join(dict.fromkeys(self._opened))} {when}")
+        """Raises Fault if the process is not as it was, or something in it was looked at."""
+        if self._looked:
+            raise Fault("reads the task", f"{self._looked[0]} {when}")
         changes = self.changes()
         if changes:
             more = f" and {len(changes) - 4} more" if len(changes) > 4 else ""
             raise Fault("global state", f"it changed {', '.join(changes[:4])}{more} {when}")
 
     def runs_on(self) -> bool:
-        """Whether code of the candidate's runs in another thread. Compilers have threads of their own, which wait."""
+        """Whether code of the candidate's runs in another thread or process. Compilers have threads and processes of
+        their own, which wait."""
         frames = sys._current_frames()
         del frames[threading.get_ident()]  # which refers to itself from here
         for top in frames.values():
             frame: Any = top
             while frame is not None:
-                file = frame.f_code.co_filename
-                if os.path.realpath(file) == self._own or not (os.path.exists(file) or file.startswith("<frozen")):
-                    return True  # a file that does not exist: it made the code as it ran
+                if self._is_own(frame.f_code.co_filename):
+                    return True
                 frame = frame.f_back
-        return False
+        return any(_command(child) == _command(os.getpid()) for child in _children())
+
+
+def _children() -> list[int]:
+    """The processes that this one has started, where the system tells."""
+    files = Path("/proc/self/task").glob("*/children")
+    return [int(each) for file in files for each in file.read_text().split()]
+
+
+def _command(process: int) -> bytes:
+    """What it was started with: a process that was forked has what its parent has."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 class CaseJudge:
@@ -262,7 +340,6 @@ class CaseJudge:
         memories = memories_of(case, case.contents, canary=0)
         clean = self._call("a call with clean memory", CAPTURED, memories, poison=False)
         self._values(first, second, shifted, clean)
-        self._original()
         time.sleep(0.002)
         for what, found in self._calls:
             self._unchanged(what, found)
@@ -281,10 +358,8 @@ class CaseJudge:
     def _call(self, what: str, variant: Variant, memories: list[Memory], poison: bool = True) -> Outcome:
         self._judge.tell(event="call", case=self._case.name, call=what)
         contents = variant.contents(self._case)
-        self._judge.armed = True
-        with poisoned(poison):
+        with poisoned(poison), self._watched():
             found = run(self._function, self._case, memories, variant.sizes)
-        self._judge.armed = False
         self._settled(f"in {what}")
         self._behaved(what, contents, memories, found, self._expected(variant))
         self._calls.append((what, found))
@@ -346,16 +421,25 @@ class CaseJudge:
                 if not torch.equal(now, then):
                     raise Fault("late work", f"result {place} of {what} changed after it was returned")
 
-    def _original(self) -> None:
-        """Whether the candidate calls the operator that it replaces, as PyTorch's profiler sees it."""
-        task = self._judge.task
-        if task.task["kind"] != "operator" or "calls the original" in task.options.allow:
-            return
-        with torch.autograd.profiler.profile(use_kineto=False) as profile:
-            run(self._function, self._case, memories_of(self._case, self._case.contents))
-        original = task.task["operator"]
-        if any(event.name.rstrip("_") == original.rstrip("_") for event in profile.function_events):
-            raise Fault("calls the original", f"it calls {original}")
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """The candidate runs. Raises Fault afterwards if it called the operator that it replaces: PyTorch writes the
+        operators of all threads to a file, and no function says that it does."""
+        task, path = self._judge.task, self._judge.task.scratch / f"calls-{os.getpid()}"
+        original = task.task["operator"] or ""
+        watch = ExecutionTraceObserver().register_callback(str(path))
+        watch.start()
+        self._judge.armed = True
+        try:
+            yield
+        finally:
+            self._judge.armed = False
+            watch.stop()
+            watch.unregister_callback()
+        if task.task["kind"] == "operator" and "calls the original" not in task.options.allow:
+            names = re.findall(r'"name": "([^"]*)"', path.read_text(encoding="utf-8"))
+            if any(name.rstrip("_") == original.rstrip("_") for name in names):
+                raise Fault("calls the original", f"it calls {original}")
 
     def _values(self, first: Outcome, second: Outcome | None, shifted: Outcome, clean: Outcome) -> None:
         off, off_shifted, off_clean = (self._off(CAPTURED, found) for found in (first, shifted, clean))
@@ -437,7 +521,8 @@ class CaseJudge:
     def measure(self, reference: Callable[..., Any]) -> dict[str, Any]:
         """Nanoseconds of calls of both, in alternation. Before each call its inputs change, at the same addresses, to
         values that they never had, so that nothing that is kept from an earlier one can be right; after some calls,
-        which nobody can foretell, and after the last one the candidate's outputs are judged. Raises Fault."""
+        which nobody can foretell, and after the last one the candidate's outputs are judged. Some more calls are not
+        timed but watched. Raises Fault."""
         variants = [CAPTURED] if self._other is None else [CAPTURED, self._other]
         inputs = _TimedInputs(self._case, [each.contents(self._case) for each in variants])
         options, flush = self._judge.task.options, None
@@ -449,8 +534,12 @@ class CaseJudge:
             took = {name: self._timed(each, reference, inputs, 1, None)[0] for name, each in sides}
         repeat = 1 if flush is not None else max(1, min(len(inputs.sets), 20_000 // max(min(took.values()), 1)))
         began, rounds, last, chance = time.perf_counter(), 0, False, random.SystemRandom()
+        watched = chance.randrange(_LEAST_ROUNDS)
         while not last:
             for name, each in sides if rounds % 2 else sides[::-1]:
+                if name == "candidate" and self._judges and (rounds == watched or chance.random() < _JUDGED):
+                    with self._watched():
+                        self._timed(each, reference, inputs, 1, None)
                 taken, returned, memories = self._timed(each, reference, inputs, repeat, flush)
                 times[name].append(taken // repeat)
                 if name == "reference":
@@ -491,13 +580,13 @@ class CaseJudge:
         if flush is not None:
             flush.add_(1)
         synchronize()
+        self._judge.armed = self._judges and function is self._function
         try:
-            with torch.no_grad():
-                began = time.perf_counter_ns()
-                for arguments in given:
-                    returned = function(*arguments.positional, **arguments.named)
-                synchronize()  # every stream
-                taken = time.perf_counter_ns() - began
+            began = time.perf_counter_ns()
+            for arguments in given:
+                returned = function(*arguments.positional, **arguments.named)
+            synchronize()  # every stream
+            taken = time.perf_counter_ns() - began
         except Exception:
             contents = (inputs.contents(number) for number in range(repeat))
             if inputs.fresh and any(
@@ -506,6 +595,8 @@ class CaseJudge:
                 inputs.fresh = False  # these values mean nothing to the original
                 return self._timed(function, reference, inputs, repeat, flush)
             raise
+        finally:
+            self._judge.armed = False
         return taken, returned, inputs.sets[repeat - 1]
 
 

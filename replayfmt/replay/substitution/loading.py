@@ -449,7 +449,10 @@ def load(request: SubstitutionRequest) -> Library:
     except OSError as error:
         raise UsageError(f"{request.told}: {request.path}: cannot be read: {error.strerror}") from None
     if form == "cubin":
-        return Library(request.path, form, cubin=_cubin(path, request.told))
+        try:
+            return Library(request.path, form, cubin=read_cubin(path))
+        except UsageError as error:
+            raise UsageError(f"{request.told}: {error}") from None
     is_python = path.lower().endswith(".py")
     if (path, form) in _LIBRARIES:
         known, stamp_then = _LIBRARIES[path, form]
@@ -475,8 +478,8 @@ def load(request: SubstitutionRequest) -> Library:
 _LIBRARIES: dict[tuple[str, Format], tuple[Library, int]] = {}
 
 
-def _cubin(path: str, told: str) -> GivenCubin:
-    """A cubin and its sidecar. Raises UsageError for a sidecar that cannot be read."""
+def read_cubin(path: str, entry: str = "") -> GivenCubin:
+    """A cubin and its sidecar. Raises UsageError for one that cannot be read."""
     sidecar_path = os.path.splitext(path)[0] + ".json"
     sidecar = None
     try:
@@ -485,9 +488,9 @@ def _cubin(path: str, told: str) -> GivenCubin:
             with open(sidecar_path, "rb") as opened:
                 sidecar = parse_json(opened.read())
         with open(path, "rb") as opened:
-            return GivenCubin(opened.read(), "", sidecar_path, sidecar)
+            return GivenCubin(opened.read(), entry, sidecar_path, sidecar)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{told}: {sidecar_path}: cannot be read: {error}") from None
+        raise UsageError(f"{sidecar_path}: cannot be read: {error}") from None
 
 
 def _import(path: str) -> ModuleType:
