@@ -1,4 +1,4 @@
-"""Open a capture of ten million records, and read single records of it.
+"""Open a capture of ten million records, read single records of it, and print its summary.
 
 The capture is a real training step's, written again and again through CaptureWriter with fresh tensor and storage ids,
 as a long program would have them.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -164,6 +166,12 @@ def main() -> None:
                 cached.append((perf_counter() - begin) * 1e3)
                 capture.close()
         length = path.stat().st_size
+        summary = [sys.executable, "-m", "opreplay_tools.dump", "--summary", str(path)]
+        shown = []
+        for _ in range(3):
+            begin = perf_counter()
+            subprocess.run(summary, stdout=subprocess.DEVNULL, check=True)
+            shown.append(perf_counter() - begin)
     details = {"records": records, "file_mib": length / 2**20}
     row(
         "open 10 M records",
@@ -174,6 +182,7 @@ def main() -> None:
         worst_ms=max(cold + warm),
         **details,
     )
+    row("summary of 10 M records, the whole command", median(shown), "s", at_most=2, **details)
     row(
         "read record N, no frame read before",
         median(single),

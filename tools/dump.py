@@ -150,6 +150,7 @@ def cli(
     from replayfmt.dump.stream import Query, jsonl_chunks, jsonl_lines, text_lines
     from replayfmt.format.reader import open_capture
 
+    gc.enable()
     program = None if query is None else Query(query, raw=raw, slurp=slurp)
     start, stop = (0, None) if ops is None else parse_range(ops)
     selection = Selection(start, stop, scopes or None, kernels or None)
@@ -204,9 +205,10 @@ def cli(
 
 
 def _hasten() -> None:
-    """Half of a short dump is the start and the end of the process: NumPy's BLAS starts threads that nothing uses here,
-    and the last collection of garbage looks at every object there is."""
+    """A short dump is the start and the end of the process: NumPy's BLAS starts threads that nothing uses here, what
+    imports make is no garbage, and the last collection would look at every object there is."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    gc.disable()
     atexit.register(gc.freeze)
 
 

@@ -9,11 +9,11 @@ worth loading it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice, repeat
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,21 +26,19 @@ SLOTS = {"tensor": "t", "tensor_device": "t", "integer": "i", "hash": "i", "floa
 PIECES_PER_FUNCTION = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A hole. `first` counts from the row's first slot; `separator` joins the `count` slots of a run."""
+class Slot(NamedTuple):
+    """A hole. `first` counts from the row's first slot; `separator` joins the `length` slots of a run."""
 
     column: str
     first: int = 0
-    count: int = 1
+    length: int = 1
     separator: str | None = None
 
 
 Piece = str | Slot
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
+class Numbers(NamedTuple):
     """Integers, each after the text `before`. `quoted`: in quotes where a double would round them. The value `null` is
     shown as null."""
 
@@ -50,16 +48,14 @@ class Numbers:
     null: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Words:
-    """Texts; `index` says which one each place shows, None: its own."""
+class Words(NamedTuple):
+    """Texts; `places` says which one each place shows, None: its own."""
 
     words: Any  # a list of strings, or what an expander's `words` returned
-    index: np.ndarray | None = None
+    places: np.ndarray | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Halves:
+class Halves(NamedTuple):
     """128-bit hashes, as 32 hexadecimal digits: the low half at a hole's place, the high half at the next."""
 
     values: np.ndarray
@@ -68,13 +64,12 @@ class Halves:
 Column = Numbers | Words | Halves
 
 
-@dataclass(frozen=True, slots=True)
-class Sheet:
+class Sheet(NamedTuple):
     """The columns of some rows, by name, and where the slots of each row begin, by kind of slots."""
 
-    count: int
+    rows: int
     columns: dict[str, Column]
-    firsts: dict[str, np.ndarray] = field(default_factory=dict)
+    firsts: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 def constant(text: str, count: int) -> Words:
@@ -175,7 +170,7 @@ def _filled(templates: Sequence[RowFunction], which: np.ndarray, sheet: Sheet) -
 def _listed(column: Column) -> list[Any]:
     """A column's values, as what formats to their text."""
     if isinstance(column, Words):
-        return column.words if column.index is None else list(map(column.words.__getitem__, column.index.tolist()))
+        return column.words if column.places is None else list(map(column.words.__getitem__, column.places.tolist()))
     values: list[Any] = column.values.tolist()
     if isinstance(column, Halves):
         return values
@@ -202,7 +197,7 @@ def _compile(pieces: Sequence[Piece], parameters: tuple[str, ...]) -> RowFunctio
             expressions.append(f"k{len(texts)}")
             texts.append(piece)
             continue
-        first, end = int(piece.first), int(piece.first) + int(piece.count)
+        first, end = int(piece.first), int(piece.first) + int(piece.length)
         name, slot = piece.column, SLOTS.get(piece.column)
         if name == "hash":
             expression = f"hexadecimal(hash[i+{first}],hash[i+{first}+1])"
@@ -229,8 +224,7 @@ def _factory(expressions: tuple[str, ...], parameters: tuple[str, ...], texts: i
     return factory
 
 
-@dataclass(frozen=True, slots=True)
-class _Text:
+class _Text(NamedTuple):
     """Texts one after the other, in UTF-8; text n ends where `ends[n + 1]` says."""
 
     text: np.ndarray
@@ -270,29 +264,29 @@ class InCpp(Expander):
         length = 0
         for piece in merged(pieces):
             text = encoded(piece if isinstance(piece, str) else piece.separator or "")
-            place = (-1, 0, 0) if isinstance(piece, str) else (numbers[piece.column], piece.first, piece.count)
+            place = (-1, 0, 0) if isinstance(piece, str) else (numbers[piece.column], piece.first, piece.length)
             rows.append((*place, length, len(text)))
             texts.append(text)
             length += len(text)
         return np.array(rows, np.int32).reshape(-1, 5), b"".join(texts)
 
     def words(self, templates: Sequence[Any], which: np.ndarray, sheet: Sheet) -> _Text:
-        if not sheet.count:
+        if not sheet.rows:
             return _text([])
-        ends = np.zeros(sheet.count + 1, np.int64)
+        ends = np.zeros(sheet.rows + 1, np.int64)
         made = _Filling(self._expand, templates, which, sheet)
-        out = np.empty(64 + 160 * sheet.count, np.uint8)
+        out = np.empty(64 + 160 * sheet.rows, np.uint8)
         while True:
             rows, written = made.fill(0, out, ends[1:])
-            if rows == sheet.count:
+            if rows == sheet.rows:
                 return _Text(out[:written], ends)
             out = np.empty(2 * len(out), np.uint8)
 
     def lines(self, templates: Sequence[Any], which: np.ndarray, sheet: Sheet, at_once: int) -> Iterator[bytes]:
-        if not sheet.count:
+        if not sheet.rows:
             return
         made, row = _Filling(self._expand, templates, which, sheet), 0
-        while row < sheet.count:
+        while row < sheet.rows:
             rows, written = made.fill(row, self._chunk)
             if rows:
                 yield self._chunk[:written].data  # type: ignore[misc]
@@ -310,7 +304,7 @@ class _Filling:
     def __init__(
         self, expand: Any, templates: Sequence[tuple[np.ndarray, bytes]], which: np.ndarray, sheet: Sheet
     ) -> None:
-        self._expand, self._count = expand, sheet.count
+        self._expand, self._count = expand, sheet.rows
         self._kept: list[Any] = []
         texts = b"".join(text for _pieces, text in templates)
         firsts = np.zeros((2, len(templates) + 1), np.int64)
@@ -345,7 +339,7 @@ class _Filling:
         if isinstance(column, Words):
             text = column.words if isinstance(column.words, _Text) else _text(column.words)
             words = len(text.ends) - 1
-            length, values = (words, 0) if column.index is None else (len(column.index), self._values(column.index))
+            length, values = (words, 0) if column.places is None else (len(column.places), self._values(column.places))
             return 1, 0, 0, length, words, first, values, self._address(text.text), self._address(text.ends)
         values = self._values(column.values)
         if isinstance(column, Halves):

@@ -58,7 +58,7 @@ def expander(request: pytest.FixtureRequest) -> Expander:
 def filled(expander: Expander, *pieces: Piece, sheet: Sheet = SHEET) -> list[str]:
     """A template's rows, each by itself."""
     template = expander.template([*pieces, "\0"], tuple(sheet.columns))
-    whole = b"".join(map(bytes, expander.lines([template], np.zeros(sheet.count, int), sheet, 1)))
+    whole = b"".join(map(bytes, expander.lines([template], np.zeros(sheet.rows, int), sheet, 1)))
     return whole.decode().split("\0")[:-1]
 
 
