@@ -39,8 +39,9 @@ _SCALARS = {bool: "bool", int: "int64", float: "float32"}
 _AUTHOR = "captured"
 
 
-def write_form(folder: Path, task: dict[str, Any], reference: str, form: Form) -> None:
-    """Write the files of a form into a task's folder. Raises ReplayRefused for what it cannot express."""
+def write_form(folder: Path, out: Path, task: dict[str, Any], reference: str, form: Form) -> None:
+    """Write the files of a form into a task's folder, which will be `out`. Raises ReplayRefused for what it cannot
+    express."""
     for workload in task["workloads"]:
         for why, there in (
             ("an argument is written", workload["written"]),
@@ -57,7 +58,7 @@ def write_form(folder: Path, task: dict[str, Any], reference: str, form: Form) -
             )
     if form == "kernelbench":
         for workload in task["workloads"]:
-            _kernelbench(folder, task, workload, reference)
+            _kernelbench(folder, out, task, workload, reference)
         return
     groups: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for workload in task["workloads"]:
@@ -237,8 +238,8 @@ def _made(path: Path) -> Path:
 _LOADING = '''
 
 def _load(name):
-    """A tensor of the safetensors file beside this one."""
-    with open(Path(__file__).with_suffix(".safetensors"), "rb") as file:
+    """A tensor of the safetensors file beside this one; KernelBench runs the text of this file, not the file."""
+    with open(Path(globals().get("__file__", WRITTEN)).with_suffix(".safetensors"), "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         begin = file.tell()
         first, end = header[name]["data_offsets"]
@@ -257,7 +258,8 @@ def _tensor(name, dtype, sizes, strides, device):
 '''
 
 
-def _kernelbench(folder: Path, task: dict[str, Any], workload: dict[str, Any], reference: str) -> None:
+def _kernelbench(folder: Path, out: Path, task: dict[str, Any], workload: dict[str, Any], reference: str) -> None:
+    name = Path("kernelbench", f"{workload['name']}.py")
     tensors = {name: value for name, value in workload["arguments"].items() if _is_tensor(value)}
     constants = {name: value for name, value in workload["arguments"].items() if name not in tensors}
     made = [
@@ -270,6 +272,8 @@ def _kernelbench(folder: Path, task: dict[str, Any], workload: dict[str, Any], r
         "",
         "import json",
         "from pathlib import Path",
+        "",
+        f"WRITTEN = {str(out / name)!a}",
         _LOADING,
         "",
         "class Model(torch.nn.Module):",
@@ -287,6 +291,6 @@ def _kernelbench(folder: Path, task: dict[str, Any], workload: dict[str, Any], r
         "    return []",
         "",
     ]
-    path = _made(folder / "kernelbench" / f"{workload['name']}.py")
+    path = _made(folder / name)
     path.write_text("\n".join(lines), encoding="utf-8")
     write_safetensors(path.with_suffix(".safetensors"), _tensors(folder, task, workload, 0))

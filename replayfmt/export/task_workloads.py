@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -176,7 +177,7 @@ class Task:
         (folder / "task.json").write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(_readme(facts), encoding="utf-8")
         if self.options.form is not None:
-            write_form(folder, facts, self.reference(), self.options.form)
+            write_form(folder, Path(os.path.abspath(out)), facts, self.reference(), self.options.form)
         size = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
         calls = sum(each.calls for each in self.workloads)
         return TaskResult(out, len(self.workloads), calls, size, verified, self.left_out)
