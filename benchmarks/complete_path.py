@@ -7,6 +7,7 @@ a loop's steps shows whether writing the file stalls the program.
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import subprocess
@@ -113,9 +114,9 @@ def measure_package(package: Callable[[], Step], path: Path, steps: int, rounds:
 
 
 def measure_arrays(path: Path, count: int, rounds: int) -> None:
-    def batches() -> None:
+    def batches(length: int) -> None:
         for number in range(count):
-            torch.from_numpy(np.full((64, 64), number, np.float32)).sum()
+            torch.from_numpy(np.full((length, length), number, np.float32)).sum()
 
     tensors = [torch.ones(16) + number for number in range(count)]
 
@@ -128,7 +129,9 @@ def measure_arrays(path: Path, count: int, rounds: int) -> None:
             tensors[:] = [tensor + 1 for tensor in tensors]
             return seconds(work)
 
-    measure_each("a batch that NumPy made", batches, captured, count, rounds, at_most=100)
+    for length in (64, 256):
+        what = f"a batch of {length * length * 4 >> 10} KiB that NumPy made"
+        measure_each(what, functools.partial(batches, length), captured, count, rounds, at_most=100)
     measure_each("a tensor read as an array", reads, captured, count, rounds, at_most=10)
 
 

@@ -178,10 +178,14 @@ BATCH_ROWS = 4096
 COMPRESS_BELOW = 0.7  # of the sample's length
 COMPRESS_FROM_BYTES = 512
 COMPRESS_UP_TO_BYTES = 64 << 20  # larger payloads stay mappable, and need no second buffer of their size
-_SAMPLE_BYTES = 64 << 10
+_SAMPLE_BYTES = 16 << 10
 _SAMPLE_PIECES = 4
-_COPIED_BYTES = 1 << 20  # of a large payload at once
+_COPIED_BYTES = 1 << 20  # of a large payload at once; what is not longer is copied whole
 _NOTHING = memoryview(b"")
+
+
+class _Scratch(bytearray):
+    """Memory that payloads are copied to, one after the other: fresh memory costs more than all else here."""
 
 
 def _bytes_of(data: Buffer) -> memoryview:
@@ -193,11 +197,7 @@ def _bytes_of(data: Buffer) -> memoryview:
 
 def _is_steady(view: memoryview) -> bool:
     """Whether nobody can change what is there."""
-    return isinstance(view.obj, bytes)
-
-
-def _steady(view: memoryview) -> memoryview:
-    return view if _is_steady(view) else memoryview(bytes(view))
+    return isinstance(view.obj, bytes | _Scratch)
 
 
 class PayloadOutput:
@@ -210,6 +210,7 @@ class PayloadOutput:
         self._waiting: list[tuple[int, int, int, int]] = []  # hash, raw bytes, stored bytes, codec
         self._waiting_data = bytearray()
         self._compressor = zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False)
+        self._scratch: _Scratch | None = None
         self.raw_bytes = 0
         self.count = 0  # of payloads: the largest id
 
@@ -229,8 +230,17 @@ class PayloadOutput:
     def add(self, data: Buffer, whole: Callable[[], AbstractContextManager[None]]) -> int:
         """The id of this content; of some mixture, if the buffer changes during the call. `whole` is entered where
         something is changed; hashing and compressing can be interrupted."""
-        given = _bytes_of(data)
-        view = _steady(given) if len(given) < SMALL_BYTES else given
+        view = _bytes_of(data)
+        if _is_steady(view) or len(view) > _COPIED_BYTES:
+            return self._add(view, whole)
+        scratch, self._scratch = self._scratch or _Scratch(_COPIED_BYTES), None  # a signal handler may add one, too
+        copy = memoryview(scratch)[: len(view)]
+        copy[:] = view
+        number = self._add(copy, whole)
+        self._scratch = scratch
+        return number
+
+    def _add(self, view: memoryview, whole: Callable[[], AbstractContextManager[None]]) -> int:
         digest = xxh3_128_intdigest(view)
         known = self._ids.get(digest)
         if known is not None:
@@ -242,7 +252,7 @@ class PayloadOutput:
                 stored, codec = memoryview(data), Codec.zstd
         elif self._compresses(view):
             if not _is_steady(view):
-                view = _steady(view)
+                view = memoryview(bytes(view))
                 digest = xxh3_128_intdigest(view)
             data = self._compressor.compress(view)
             if len(data) < len(view):

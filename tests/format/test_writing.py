@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -345,6 +346,23 @@ def test_a_payload_is_copied_or_written_before_the_call_returns(tmp_path: Path) 
         assert bytes(open_capture(f"{path}.partial").payload(number)) == before
     writer.close(1)
     check_capture(path)
+
+
+def test_a_payload_that_comes_in_the_middle_of_another_one_changes_nothing_of_it(tmp_path: Path) -> None:
+    writer = CaptureWriter(tmp_path / "a.opreplay", SESSION)
+    outer, inner = (bytearray(os.urandom(100_000)) for _ in range(2))
+    numbers: list[int] = []
+
+    @contextmanager
+    def whole() -> Iterator[None]:  # as a signal handler may, which comes before
+        numbers.append(writer.payload(inner))
+        with writer._whole():
+            yield
+
+    numbers.append(writer._payloads.add(outer, whole))
+    writer.close(1)
+    with open_capture(tmp_path / "a.opreplay") as reader:
+        assert [bytes(reader.payload(number)) for number in numbers] == [inner, outer]
 
 
 def test_only_what_compresses_well_is_compressed(tmp_path: Path) -> None:
