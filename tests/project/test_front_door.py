@@ -107,12 +107,16 @@ def test_workflows_name_what_is_there() -> None:
     actions = re.findall(r"uses: \./after/(\S+)", text)
     assert actions and all((ROOT / each / "action.yml").exists() for each in actions)
     (tested,) = (path for path in GITHUB.glob("workflows/tests.yml"))
-    pythons = {
-        str(each["python"])
-        for each in yaml.safe_load(tested.read_text())["jobs"]["compat"]["strategy"]["matrix"]["include"]
-    }
+    pairs = yaml.safe_load(tested.read_text())["jobs"]["compat"]["strategy"]["matrix"]["include"]
+    pythons = {str(each["python"]) for each in pairs}
     named = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if "Python :: 3." in each}
     assert pythons <= named, "a Python that is tested is one that the index names"
+    developed = re.findall(r"^torch==([0-9.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    supported = {f"{torch}:311" for torch in developed} | {
+        f"{each['torch']}:{str(each['python']).replace('.', '')}" for each in pairs
+    }
+    (carried,) = re.findall(r"for pair in (.+); do", (ROOT / ".ci/libraries").read_text())
+    assert set(carried.split()) == supported, "a release carries what is tested"
 
 
 def test_the_version_stands_once_and_is_cited() -> None:
