@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -40,11 +40,13 @@ _FOLLOWED = 3  # steps along the data flow that have to be alike behind a pair t
 @dataclass(frozen=True)
 class Block:
     """Ops of one or both captures without a partner, connected by data flow. `outputs` pairs values of a and b of which
-    one or both leave the block: paired ops read them at the same place, or memory of both holds them at the end."""
+    one or both leave the block: paired ops read them at the same place, memory of both holds them at the end, or the
+    program itself gets them (`_ends`). `unmatched`: the host reads values of both that are not among these."""
 
     a: tuple[int, ...]
     b: tuple[int, ...]
     outputs: tuple[tuple[int, int], ...]
+    unmatched: bool = False
 
 
 @dataclass
@@ -426,10 +428,10 @@ class _Pairing:
             ops.append(x)
         # Other numbers, sizes or dtypes: if no exact partner is near.
         for y in others:
-            if self._equal(op, y, loose=True) and not any(self._equal(x, y) for x in ops):
+            if self._alike(op, y) and not any(self._equal(x, y) for x in ops):
                 return op, y
         for x in ops:
-            if self._equal(x, other, loose=True) and not any(self._equal(x, y) for y in others):
+            if self._alike(x, other) and not any(self._equal(x, y) for y in others):
                 return x, other
         return None
 
@@ -455,6 +457,10 @@ class _Pairing:
             return False  # another view of the same memory
         reads, others = a.read_by(op), b.read_by(other)
         return len(reads) == len(others) and all(map(self._same_value, reads, others))
+
+    def _alike(self, op: int, other: int) -> bool:
+        """Whether both are of one kernel, read the same values, and are used alike."""
+        return self._equal(op, other, loose=True) and self._continues(op, other, steps=1)
 
     def _beyond(self, i: int, j: int, *, deep: bool = False) -> tuple[int, int] | None:
         """Pair the first ops that certainly belong together again; where to go on. `deep`: also behind many ops without
@@ -643,6 +649,53 @@ def _leaving(a: _Side, b: _Side) -> Iterator[tuple[int, int]]:
                 yield values[-1], others[-1]
 
 
+def _ends(a: _Side, b: _Side, leaving: set[tuple[int, int]]) -> tuple[list[tuple[int, int]], tuple[set[int], set[int]]]:
+    """What ops without a partner compute for the program itself, paired: values that the host reads, and those that no
+    op makes anything of. They belong together if they are as long, and of equal content, or from the same values; what
+    is left, in order, if both captures have as many. Also the values of both that are left and that the host reads.
+    `leaving` are pairs already."""
+    left: tuple[list[int], list[int]] = ([], [])
+    for side, values in zip((a, b), left, strict=True):
+        known = {pair[side.number] for pair in leaving}
+        length = side.trace.value_bytes.tolist()
+        for op, partner in enumerate(side.partner):
+            if partner >= 0:
+                continue
+            written = side.written_by(op)
+            largest = max((length[value] for value in written), default=0)
+            for value in set(written) - known:
+                used = any(side.written_by(use >> 16) for use in side.used_by(value))
+                # A norm also returns its means, a fused kernel what the backward pass needs: those are smaller.
+                if side.trace.value_read_by_host[value] or not used and length[value] == largest:
+                    values.append(value)
+
+    def content(side: _Side, value: int) -> Hashable:
+        return int(side.trace.value_content[value]) or None
+
+    def origin(side: _Side, value: int) -> Hashable:
+        roots = _roots(side, value, 4 * _MOST_ROOTS)
+        return frozenset(roots) if roots else None
+
+    pairs: list[tuple[int, int]] = []
+    for alike in (content, origin, lambda side, value: 0):
+        groups: list[dict[tuple[int, Hashable], list[int]]] = [defaultdict(list), defaultdict(list)]
+        for side, values, group in zip((a, b), left, groups, strict=True):
+            for value in sorted(values):
+                key = alike(side, value)
+                if key is not None:
+                    group[int(side.trace.value_bytes[value]), key].append(value)
+        for common in groups[0].keys() & groups[1].keys():
+            one, other = groups[0][common], groups[1][common]
+            if alike is content or len(one) == len(other):
+                pairs += zip(one, other, strict=False)
+        for place, values in enumerate(left):
+            paired = {pair[place] for pair in pairs}
+            # What one capture computes once more is the counterpart of equal content alone.
+            values[:] = [value for value in values if value not in paired and not (a, b)[place].shared(value)]
+    read = [{v for v in vs if side.trace.value_read_by_host[v]} for side, vs in zip((a, b), left, strict=True)]
+    return pairs, (read[0], read[1])
+
+
 def _blocks(a: _Side, b: _Side) -> list[Block]:
     """Connect the ops without a partner by data flow, and find where they meet paired ops again."""
     group: dict[tuple[int, int], tuple[int, int]] = {}
@@ -672,7 +725,9 @@ def _blocks(a: _Side, b: _Side) -> list[Block]:
     if not group:
         return []
     outputs: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
-    for value, its in _leaving(a, b):
+    leaving_both = set(_leaving(a, b))
+    ends, unmatched = _ends(a, b, leaving_both)
+    for value, its in [*leaving_both, *ends]:
         nodes = [
             (side.number, side.value_op[each])
             for side, each in ((a, value), (b, its))
@@ -687,4 +742,11 @@ def _blocks(a: _Side, b: _Side) -> list[Block]:
     for node in sorted(group):
         members[find(node)][node[0]].append(node[1])
         leaving[find(node)] |= outputs.get(node, set())
-    return [Block(tuple(one), tuple(two), tuple(sorted(leaving[key]))) for key, (one, two) in members.items()]
+    open_ends = [
+        {find((side.number, side.value_op[value])) for value in values}
+        for side, values in zip((a, b), unmatched, strict=True)
+    ]
+    return [
+        Block(tuple(one), tuple(two), tuple(sorted(leaving[key])), key in open_ends[0] & open_ends[1])
+        for key, (one, two) in members.items()
+    ]

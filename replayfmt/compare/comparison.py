@@ -16,6 +16,7 @@ import numpy as np
 from replayfmt.errors import UsageError
 from replayfmt.format.model import RECORDED_FROM, TRIMMED_SELECTION
 from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.format.validation import counted
 
 from .alignment import align, align_recorded
 from .distances import Tolerance, parse_tolerance
@@ -126,6 +127,12 @@ def _compared(
         if not side.reader.complete
     ]
     notes += [f"{side.reader.path}: {warning}" for side in (a, b) for warning in side.reader.warnings]
+    if found.aside:
+        ops = sum(len(alignment.blocks[number].a) + len(alignment.blocks[number].b) for number in found.aside)
+        notes.append(
+            f"{counted(ops, 'op')} of one capture alone only look at what both compute: nothing else reads their "
+            f"results, which are gone at the end"
+        )
     made = Comparison(a, b, rule, structure, alignment, found, notes=notes)
     if rule.auto:
         from .replayed import explain

@@ -59,6 +59,8 @@ class Divergence:
     unknown: list[int] = field(default_factory=list)
     consequence_of: dict[int, int] = field(default_factory=dict)
     alone: list[int] = field(default_factory=list)  # blocks of which nothing is known to be equal
+    aside: list[int] = field(default_factory=list)  # blocks of one capture alone that nothing else depends on
+    inherited: list[Root] = field(default_factory=list)  # blocks that differ and read what differs
 
     @property
     def different(self) -> int:
@@ -109,7 +111,7 @@ class _Finding:
         roots += self._differing_inputs()
         roots += self._differing_blocks(found)
         found.roots = [root for _op, root in sorted(roots, key=lambda each: (each[1].doubtful, each[0]))]
-        self._trace_consequences(found)
+        trace_consequences(self.a, found)
         return found
 
     def _matched(self) -> tuple[np.ndarray, np.ndarray]:
@@ -239,13 +241,13 @@ class _Finding:
                 for pair in block.outputs
             }
             known = {state for each in states.values() for state in each}
-            if not known or NOT_KNOWN in known and DIFFERENT not in known:
+            found.compared += sum(pair not in reads and states[pair] != [NOT_KNOWN] for pair in block.outputs)
+            if not known or (NOT_KNOWN in known or block.unmatched) and DIFFERENT not in known:
                 unknown.append(number)
                 continue
             compared.append(block)
-            behind = self._behind_equal(block) if DIFFERENT in known else None
-            if behind is not None:
-                ops, others = behind
+            if DIFFERENT in known:
+                ops, others, equal = self._with_all_that_led_to(block)
                 first = ops[0] if ops else min((op for op, _place in uses), default=a.ops - 1)
                 doubtful = self._behind_doubt(first, others)
                 leaving = tuple(
@@ -253,29 +255,65 @@ class _Finding:
                     for pair in block.outputs
                     if DIFFERENT in states[pair]
                 )
-                roots.append((first, Root("block", ops, others, None, doubtful, block=block, leaving=leaving)))
+                root = Root("block", ops, others, None, doubtful, block=block, leaving=leaving)
+                if equal:
+                    roots.append((first, root))
+                else:
+                    found.inherited.append(root)
         # What only leads to blocks that were compared was compared with them.
         seen = [
             self._with_sources(trace, {op for block in compared for op in (block.a if trace is a else block.b)})
             for trace in (a, b)
         ]
+        alone: list[dict[int, list[int]]] = [{}, {}]  # of a and of b: the ops of each block that write something
         for number in unknown:
             block = self.alignment.blocks[number]
-            rest = [[op for op in ops if op not in known] for ops, known in zip((block.a, block.b), seen, strict=True)]
-            if self._does_something(rest[0], a) or self._does_something(rest[1], b):
-                found.alone.append(number)
+            for trace, ops, known, mine in zip((a, b), (block.a, block.b), seen, alone, strict=True):
+                rest = [op for op in ops if op not in known and trace.write_first[op] < trace.write_first[op + 1]]
+                if rest:
+                    mine[number] = rest
+        found.alone = sorted({*alone[0], *alone[1]})
+        # What one capture computes besides, when all that the other one computes was compared.
+        partners = self.alignment.partner_of_a, self.alignment.partner_of_b
+        for one, trace, other, known in ((0, a, 1, seen[1]), (1, b, 0, seen[0])):
+            writing = np.diff((a, b)[other].write_first) > 0
+            if known.issuperset(np.flatnonzero(writing & (partners[other] < 0)).tolist()):
+                found.aside += self._aside(trace, alone[one])
+        found.alone = [number for number in found.alone if number not in found.aside]
         return roots
+
+    def _aside(self, trace: Trace, blocks: dict[int, list[int]]) -> list[int]:
+        """Those of the blocks, by the ops that write, that only look at what both captures compute, like a log: they
+        write memory of their own that no other op reads or writes and that is gone when the capture ends. What follows
+        the last op of both captures may be the rest of a run that the other did not go on with."""
+        partners = self.alignment.partner_of_a if trace is self.a else self.alignment.partner_of_b
+        paired = np.flatnonzero((partners >= 0) & (np.diff(trace.write_first) > 0))
+        last = int(paired[-1]) if len(paired) else -1
+        # Memory that others than the ops without a partner write or read.
+        shared = np.zeros(int(trace.value_storage.max(initial=0)) + 1, bool)
+        writer = trace.value_op
+        shared[trace.value_storage[(writer < 0) | (partners[np.maximum(writer, 0)] >= 0)]] = True
+        reader = np.repeat(partners >= 0, np.diff(trace.read_first))
+        shared[trace.value_storage[trace.read_value[reader]]] = True
+        found = []
+        for number, ops in blocks.items():
+            values = np.concatenate([trace.writes[trace.write_first[op] : trace.write_first[op + 1]] for op in ops])
+            if ops[-1] < last and trace.value_released[values].all() and not shared[trace.value_storage[values]].any():
+                found.append(number)
+        return found
 
     def _shown(self, pair: tuple[int, int], uses: list[tuple[int, int]]) -> tuple[int, int]:
         """Observations of the same of both values: of all of their memory, or as paired ops read them."""
         one, other = int(self.a.value_observed[pair[0]]), int(self.b.value_observed[pair[1]])
         found = [(one, other)]
+        whole = self.a.value_bytes[pair[0]] == self.b.value_bytes[pair[1]]
         for op, place in uses:
             its = int(self.b.read_first[self.alignment.partner_of_a[op]]) + place
             found.append((int(self.a.read_observed[self.a.read_first[op] + place]), int(self.b.read_observed[its])))
         for one, other in found:
-            if min(one, other) >= 0 and self.a.observed_shape[one] == self.b.observed_shape[other]:
+            if min(one, other) >= 0 and (whole or self.a.observed_shape[one] == self.b.observed_shape[other]):
                 return one, other
+            whole = False
         return -1, -1
 
     def _held(self, value: int, its: int) -> int:
@@ -296,15 +334,11 @@ class _Finding:
         doubts = self.alignment.doubts
         return any(op >= x for x, _y in doubts) or any(other >= y for other in others[:1] for _x, y in doubts)
 
-    @staticmethod
-    def _does_something(ops: list[int], trace: Trace) -> bool:
-        """Whether ops write anything: views do not."""
-        return any(trace.write_first[op] < trace.write_first[op + 1] for op in ops)
-
-    def _behind_equal(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The ops of a block and those without a partner that led to it, of a and b, if all that these read is in both
-        captures and equal. What only one of them has is part of the difference."""
-        found = []
+    def _with_all_that_led_to(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+        """The ops of a block and those without a partner that led to it, of a and b; and whether all that these read is
+        in both captures and equal. What only one of them has is part of the difference."""
+        found: list[tuple[int, ...]] = []
+        equal = True
         for trace, members, partners in (
             (self.a, block.a, self.alignment.partner_of_a),
             (self.b, block.b, self.alignment.partner_of_b),
@@ -313,14 +347,12 @@ class _Finding:
             for op in inside:
                 for value in trace.read_value[trace.read_first[op] : trace.read_first[op + 1]].tolist():
                     source = int(trace.value_op[value])
-                    if source < 0 and not trace.value_content[value]:
-                        return None
-                    if source >= 0 and source not in inside:
-                        mine = source if trace is self.a else int(partners[source])
-                        if self.results[mine] != EQUAL:
-                            return None
+                    if source < 0:
+                        equal = equal and bool(trace.value_content[value])
+                    elif source not in inside:
+                        equal = equal and self.results[source if trace is self.a else partners[source]] == EQUAL
             found.append(tuple(sorted(inside)))
-        return found[0], found[1]
+        return found[0], found[1], equal
 
     def _with_sources(self, trace: Trace, ops: set[int]) -> set[int]:
         """These ops, and those without a partner that led to them."""
@@ -334,41 +366,41 @@ class _Finding:
             waiting += new
         return found
 
-    def _trace_consequences(self, found: Divergence) -> None:
-        """Follow each root along the data flow of a."""
-        if not found.roots:
-            return
-        a = self.a
-        origin: dict[int, int] = {}  # by value
-        begins: dict[int, int] = {}
-        led: dict[int, int] = {}  # by op: also of views, which write no value
-        for number, root in enumerate(found.roots):
-            if root.kind == "input":
-                assert root.value is not None
-                origin.setdefault(root.value[0], number)
-            else:
-                for op in root.a:
-                    begins.setdefault(op, number)
-            if root.block is not None:
-                for value, _its in root.block.outputs:
-                    origin.setdefault(value, number)
-        reads, first = a.read_value.tolist(), a.read_first.tolist()
-        writes, write_first = a.writes.tolist(), a.write_first.tolist()
-        differs = (self.results == DIFFERENT).tolist()
-        equal = (self.results == EQUAL).tolist()
-        makers = (
-            np.where(a.read_observed >= 0, a.observed_op[a.read_observed], -1).tolist() if len(a.observed_op) else []
-        )
-        for op in range(a.ops):
-            number = begins.get(op, -1)
-            if number < 0:
-                read = range(first[op], first[op + 1])
-                origins = [origin[reads[each]] for each in read if reads[each] in origin]
-                origins += [led[makers[each]] for each in read if makers and makers[each] in led]
-                number = min(origins, default=-1)
-                if number >= 0 and differs[op]:
-                    found.consequence_of[op] = number
-            if number >= 0 and not equal[op]:
-                led[op] = number
-                for value in writes[write_first[op] : write_first[op + 1]]:
-                    origin.setdefault(value, number)
+
+def trace_consequences(a: Trace, found: Divergence) -> dict[int, int]:
+    """Follow each root along the data flow of a: the first one that each value may have inherited a difference from."""
+    found.consequence_of.clear()
+    if not found.roots:
+        return {}
+    origin: dict[int, int] = {}  # by value
+    begins: dict[int, int] = {}
+    led: dict[int, int] = {}  # by op: also of views, which write no value
+    for number, root in enumerate(found.roots):
+        if root.kind == "input":
+            assert root.value is not None
+            origin.setdefault(root.value[0], number)
+        else:
+            for op in root.a:
+                begins.setdefault(op, number)
+        if root.block is not None:
+            for value, _its in root.block.outputs:
+                origin.setdefault(value, number)
+    reads, first = a.read_value.tolist(), a.read_first.tolist()
+    writes, write_first = a.writes.tolist(), a.write_first.tolist()
+    differs = (found.results == DIFFERENT).tolist()
+    equal = (found.results == EQUAL).tolist()
+    makers = np.where(a.read_observed >= 0, a.observed_op[a.read_observed], -1).tolist() if len(a.observed_op) else []
+    for op in range(a.ops):
+        number = begins.get(op, -1)
+        if number < 0:
+            read = range(first[op], first[op + 1])
+            origins = [origin[reads[each]] for each in read if reads[each] in origin]
+            origins += [led[makers[each]] for each in read if makers and makers[each] in led]
+            number = min(origins, default=-1)
+            if number >= 0 and differs[op]:
+                found.consequence_of[op] = number
+        if number >= 0 and not equal[op]:
+            led[op] = number
+            for value in writes[write_first[op] : write_first[op + 1]]:
+                origin.setdefault(value, number)
+    return origin

@@ -13,7 +13,7 @@ ops of a block run so one after the other, each on what those before it made (`c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from replayfmt.format.model import TensorDigest
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted
 from replayfmt.pytorch.overloads import find_overload
-from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of
+from replayfmt.pytorch.rounding import MARGIN, largest, rounding_runs, spread_of, wide
 from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
 from replayfmt.pytorch.tensors.memory import byte_tensor, tensors_in, undispatched
 from replayfmt.replay.plan import Plan
@@ -36,9 +36,9 @@ from replayfmt.replay.run.steps import IsolatedOp
 
 from .chained import Chain
 from .distances import FLOATS, Tolerance
-from .divergence import EQUAL, Root
+from .divergence import EQUAL, Root, trace_consequences
 from .results import Comparison, digest_of, dtype_of, observed_distance
-from .trace import SCALAR, Hashed, Side, read_trace, written_slots
+from .trace import SCALAR, Hashed, Side, Trace, read_trace, written_slots
 
 Progress = Callable[[str, int, int], None]
 # Gets each result and everything an op wrote: the ordinal, its place among these, its row in the frame, and itself.
@@ -168,50 +168,59 @@ _EXACT = Tolerance("exact")
 
 
 def explain(made: Comparison, options: Mapping[str, Any], on_progress: Progress) -> None:
-    """Clear the differences that rounding and the inputs' own differences explain; the others are roots."""
-    found = made.divergence
+    """Clear the differences that rounding and the inputs' own differences explain. The others are roots, or follow from
+    roots; what does neither stays different, and unknown."""
+    found, alignment = made.divergence, made.alignment
     spreads, errors = _spreads(made, options, on_progress)
     blamed: dict[int, tuple[int, int]] = {}
     unknown: list[int] = []
+    kept: list[tuple[int, int]] = []
     for one, other in found.observed:
         op = int(made.a.trace.observed_op[one])
-        verdict = _is_explained(made, one, other, spreads.get(op))
+        verdict = _is_explained(made, one, other, spreads.get(op)) or _is_read_alike(made, one, other)
         if verdict is None and found.inputs[op] == EQUAL:
             verdict = False
+        if verdict is not True:
+            kept.append((one, other))
         if verdict is None:
             unknown.append(op)
         elif not verdict:
             blamed.setdefault(op, (one, other))
-    kept = [pair for pair in found.observed if int(made.a.trace.observed_op[pair[0]]) in blamed]
     found.within = found.different - len(kept)
     found.observed = kept
-    limit = min((x for x, _y in made.alignment.doubts), default=made.a.trace.ops)
-    blocks = [root for root in found.roots if root.kind == "block"]
-    within = [root for root in blocks if _is_within(made, root, errors)]
-    if within:
-        made.notes.append(
-            f"what leaves {counted(len(within), 'group')} of ops that stand for each other differs by no more than the "
-            f"rounding of these ops explains"
-        )
-    others = [root for root in found.roots if root.kind in ("block", "input", "randomness") and root not in within]
+    limit = min((x for x, _y in alignment.doubts), default=made.a.trace.ops)
     roots = [
-        Root(
-            "op" if made.alignment.exact[op] else "arguments",
-            (op,),
-            (int(made.alignment.partner_of_a[op]),),
-            pair,
-            op >= limit,
-        )
+        Root("op" if alignment.exact[op] else "arguments", (op,), (int(alignment.partner_of_a[op]),), pair, op >= limit)
         for op, pair in blamed.items()
     ]
-    found.roots = sorted([*others, *roots], key=lambda root: (root.doubtful, root.a or root.b))
-    found.unknown = []
-    found.consequence_of = {op: root for op, root in found.consequence_of.items() if op in blamed}
-    if unknown and blamed:
+    begun = {id(root): _block_is_explained(made, root, errors) for root in found.roots if root.kind == "block"}
+    inherited = [(root, _block_is_explained(made, root, errors)) for root in found.inherited]
+    within = sum(verdict is True for verdict in (*begun.values(), *(verdict for _root, verdict in inherited)))
+    if within:
         made.notes.append(
-            f"of {len(set(unknown)):,} ops with another result no spread can be derived (they cannot run in isolation, "
-            f"or return no floating-point numbers); their differences are taken for consequences"
+            f"what leaves {counted(within, 'group')} of ops that stand for each other differs by no more than the "
+            f"rounding of these ops explains"
         )
+    roots += [root for root in found.roots if root.kind in ("input", "randomness") or not begun.get(id(root), True)]
+    # A block that is off may have inherited that from an earlier root.
+    found.roots = roots + [root for root, verdict in inherited if verdict is False]
+    reached = trace_consequences(made.a.trace, found)
+    followed = [(root, verdict) for root, verdict in inherited if not _reads_any(made.a.trace, root.a, reached)]
+    roots += [root for root, verdict in followed if verdict is False]
+    found.roots = sorted(roots, key=lambda root: (root.doubtful, root.a or root.b))
+    trace_consequences(made.a.trace, found)
+    found.unknown = sorted({op for op in unknown if op not in found.consequence_of})
+    found.alone += [alignment.blocks.index(root.block) for root, verdict in followed if verdict is None and root.block]
+
+
+def _reads_any(trace: Trace, ops: tuple[int, ...], values: Container[int]) -> bool:
+    """Whether ops read any of these values, of those that they do not write themselves."""
+    inside = set(ops)
+    return any(
+        value in values and int(trace.value_op[value]) not in inside
+        for op in ops
+        for value in trace.read_value[trace.read_first[op] : trace.read_first[op + 1]].tolist()
+    )
 
 
 def _is_explained(made: Comparison, one: int, other: int, spread: dict[int, float] | None) -> bool | None:
@@ -219,21 +228,40 @@ def _is_explained(made: Comparison, one: int, other: int, spread: dict[int, floa
     far = observed_distance(made.a, made.b, one, other, _EXACT)
     if far.nan and far.nan[0] != far.nan[1] or far.inf and far.inf[0] != far.inf[1]:
         return False
-    allowed = None if spread is None else spread.get(int(made.a.trace.observed_as[one]))
-    if allowed is None or dtype_of(made.a, one) not in FLOATS:
+    place = int(made.a.trace.observed_as[one])
+    allowed = None if not spread else max(spread.values()) if place < 0 else spread.get(place)
+    if allowed is None:
         return None
+    rounded = dtype_of(made.a, one) in FLOATS
     if far.absolute is None:  # no sampled element differs
+        return True if rounded else None
+    if far.absolute <= (MARGIN if rounded else 1) * allowed:
         return True
-    return far.absolute <= MARGIN * allowed
+    return False if rounded else None
 
 
-def _is_within(made: Comparison, root: Root, errors: Mapping[int, float]) -> bool:
-    """Whether what leaves a block is off by no more than its ops in a explain."""
+def _is_read_alike(made: Comparison, one: int, other: int) -> bool | None:
+    """True of numbers that the host reads from one tensor if they are as far apart as that; None of all else."""
+    a, b = made.a.trace, made.b.trace
+    op, its = int(a.observed_op[one]), int(b.observed_op[other])
+    if int(a.observed_as[one]) != SCALAR or a.read_first[op + 1] - a.read_first[op] != 1:
+        return None
+    shown = int(a.read_observed[a.read_first[op]]), int(b.read_observed[b.read_first[its]])
+    if min(shown) < 0 or a.write_first[op] < a.write_first[op + 1]:
+        return None
+    far = observed_distance(made.a, made.b, one, other, _EXACT).absolute
+    tensors = observed_distance(made.a, made.b, *shown, _EXACT).absolute
+    return True if far is not None and tensors is not None and far <= tensors else None
+
+
+def _block_is_explained(made: Comparison, root: Root, errors: Mapping[int, float]) -> bool | None:
+    """Whether what leaves a block is off by no more than its ops in a explain; None where nothing is known of that."""
+    verdicts = []
     for value, one, other in root.leaving:
-        spread = {int(made.a.trace.observed_as[one]): errors[value]} if value in errors else None
-        if one < 0 or not _is_explained(made, one, other, spread):
-            return False
-    return True
+        allowed = errors[value] if value in errors else _passed_on(made, value)
+        spread = None if allowed is None else {int(made.a.trace.observed_as[one]): allowed}
+        verdicts.append(None if one < 0 else _is_explained(made, one, other, spread))
+    return False if False in verdicts else None if None in verdicts else True
 
 
 def _spreads(
@@ -243,7 +271,8 @@ def _spreads(
     how far each value that they write may be off, by all that led to it in the block."""
     a = made.a
     ops = {int(a.trace.observed_op[one]) for one, _other in made.divergence.observed} - {-1}
-    inside = {op for root in made.divergence.roots if root.kind == "block" for op in root.a}
+    blocks = [*(root for root in made.divergence.roots if root.kind == "block"), *made.divergence.inherited]
+    inside = {op for root in blocks for op in root.a}
     if not ops | inside:
         return {}, {}
     ordinals = {a.ordinal(op): op for op in ops | inside}
@@ -284,6 +313,8 @@ def _input_errors(made: Comparison, op: int) -> list[float]:
     a, b = made.a, made.b
     other = int(made.alignment.partner_of_a[op])
     reads = range(int(a.trace.read_first[op]), int(a.trace.read_first[op + 1]))
+    if other < 0:
+        return [_value_error(made, int(a.trace.read_value[read])) for read in reads]
     errors = []
     for place, read in enumerate(reads):
         its = int(b.trace.read_first[other]) + place
@@ -297,6 +328,42 @@ def _input_errors(made: Comparison, op: int) -> list[float]:
         seen = int(a.trace.read_observed[read]), int(b.trace.read_observed[its])
         errors.append(0.0 if same else _relative(made, *seen) if min(seen) >= 0 else float("nan"))
     return errors
+
+
+def _shown_by_both(made: Comparison, value: int) -> tuple[int, int] | None:
+    """The observations of what a paired op of a wrote and of what its partner wrote."""
+    a, b = made.a.trace, made.b.trace
+    op = int(a.value_op[value])
+    other = int(made.alignment.partner_of_a[op]) if op >= 0 else -1
+    if other < 0:
+        return None
+    place = int(np.flatnonzero(a.writes[a.write_first[op] : a.write_first[op + 1]] == value)[0])
+    theirs = b.writes[b.write_first[other] : b.write_first[other + 1]]
+    shown = int(a.value_observed[value]), int(b.value_observed[theirs[place]]) if place < len(theirs) else -1
+    return shown if min(shown) >= 0 else None
+
+
+def _value_error(made: Comparison, value: int) -> float:
+    """How far a value is off, relative to its size; NaN where that is not known."""
+    shown = _shown_by_both(made, value)
+    if shown is None:
+        return float("nan")
+    return (
+        0.0 if made.a.trace.observed_hash[shown[0]] == made.b.trace.observed_hash[shown[1]] else _relative(made, *shown)
+    )
+
+
+def _passed_on(made: Comparison, value: int) -> float | None:
+    """How far a value that a block of a leaves as it is may be off: as far as it was, or by a rounding of its largest
+    element."""
+    shown = _shown_by_both(made, value)
+    digest = None if shown is None else digest_of(made.a, shown[0])
+    if shown is None or digest is None or dtype_of(made.a, shown[0]) not in FLOATS:
+        return None
+    far = observed_distance(made.a, made.b, *shown, _EXACT).absolute or 0.0
+    sample = np.abs(np.array(digest.sample, np.complex128))
+    eps = 2.0 ** -FLOATS[dtype_of(made.a, shown[0])][0]
+    return max(far, eps * float(sample[np.isfinite(sample)].max(initial=0.0)))
 
 
 def _relative(made: Comparison, one: int, other: int) -> float:
@@ -318,7 +385,23 @@ def _spread(
         return _outputs(overload, taken, by_name)
 
     with undispatched():
-        return spread_of(outputs(arguments, named), rounding_runs(outputs, arguments, named, errors))
+        before, runs = outputs(arguments, named), rounding_runs(outputs, arguments, named, errors)
+        found = _moved(before, runs) | spread_of(before, runs)
+    gives_tensors = any("Tensor" in str(each.type) for each in overload._schema.returns)
+    return found if gives_tensors or 0 not in found else {SCALAR: found[0]}
+
+
+def _moved(before: list[torch.Tensor] | None, runs: Sequence[list[torch.Tensor] | None]) -> dict[int, float]:
+    """The largest step of each result that is not of floating-point numbers, by place: an index, a mask."""
+    found = {}
+    for place, result in enumerate(before or ()):
+        if result.is_floating_point() or result.is_complex():
+            continue
+        others = [run[place] for run in runs if run is not None and place < len(run)]
+        found[place] = max(
+            (largest(wide(result) - wide(each)) for each in others if each.shape == result.shape), default=0.0
+        )
+    return {place: far for place, far in found.items() if far}
 
 
 def _outputs(overload: OpOverload, arguments: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor] | None:
@@ -329,6 +412,8 @@ def _outputs(overload: OpOverload, arguments: tuple[Any, ...], named: dict[str, 
         returned = overload(*taken, **by_name)
     except Exception:
         return None
+    if isinstance(returned, bool | int | float | complex):
+        return [torch.tensor(returned, dtype=torch.float64 if isinstance(returned, float) else None)]
     found = tensors_in(returned)
     kept = {tensor.untyped_storage()._cdata for tensor in found}
     for place, argument in enumerate(overload._schema.arguments):

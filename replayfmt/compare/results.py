@@ -265,7 +265,7 @@ class Comparison:
         found = self.divergence
         if found.different or found.roots or found.alone:
             return "different"
-        return "equal" if found.compared and not self.alignment.doubts else "structure"
+        return "equal" if found.compared else "structure"
 
     @property
     def ok(self) -> bool:
@@ -350,7 +350,7 @@ def result_lines(made: Comparison) -> list[str]:
     if made.outcome == "equal":
         return [*lines, _line("equal", f"{counted(found.compared, 'result')}, tolerance {made.tolerance.text}")]
     if made.outcome == "structure":
-        why = "no result of both captures could be compared" if not found.compared else "the alignment is doubtful"
+        why = "no result of both captures could be compared"
         lines.append(_line("not compared", f"{why}: only structure was; this does not say that they are equal"))
         return [*lines, _line("next", _next(made))]
     for number, root in enumerate(made.roots[:_MOST_ROOTS]):
@@ -359,11 +359,12 @@ def result_lines(made: Comparison) -> list[str]:
         lines.append(_line("", f"and {len(made.roots) - _MOST_ROOTS} more"))
     if found.unknown:
         first = made.a.ordinal(found.unknown[0])
+        what = "how far rounding may move it" if made.tolerance.auto else "whether their inputs are equal"
         lines.append(
             _line(
                 "unknown",
-                f"{counted(len(found.unknown), 'op')} with another result, of which it is not known whether their "
-                f"inputs are equal; the first is ordinal {first} ({made.a.kernel(found.unknown[0])})",
+                f"{counted(len(found.unknown), 'op')} with another result, of which it is not known {what}; the first "
+                f"is ordinal {first} ({made.a.kernel(found.unknown[0])})",
             )
         )
     if made.first is None:
@@ -463,6 +464,8 @@ def _root_lines(named: Named, first: bool) -> list[str]:
 def _why_unnamed(made: Comparison) -> str:
     if made.alignment.doubts:
         return "the alignment is doubtful before the first difference"
+    if made.divergence.unknown and made.tolerance.auto:
+        return "ops whose tolerance cannot be derived have another result"
     if made.divergence.unknown:
         return "of no op with another result are the inputs known to be equal"
     if made.divergence.alone and not made.divergence.different:
@@ -524,7 +527,7 @@ def rows(made: Comparison) -> list[dict[str, Any]]:
             "kind": "unaligned",
             "a": [made.a.ordinal(op) for op in block.a],
             "b": [made.b.ordinal(op) for op in block.b],
-            "compared": number not in found.alone,
+            "compared": number not in found.alone and number not in found.aside,
         }
         for number, block in enumerate(made.alignment.blocks)
     ]

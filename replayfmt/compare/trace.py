@@ -73,6 +73,8 @@ class Trace:
     value_bytes: np.ndarray
     value_storage: np.ndarray
     value_observed: np.ndarray  # the first observation of all of its memory, -1 for none
+    value_released: np.ndarray  # whether its memory was gone when the capture ended
+    value_read_by_host: np.ndarray  # whether the program read it, in part at least: through an op or outside of one
     observed_op: np.ndarray
     observed_as: np.ndarray
     observed_hash: np.ndarray
@@ -289,6 +291,14 @@ class _Reading:
         derived = np.where(content[at] > 0, mix(content[at], 3) ^ geometry, U(0))
         if len(unseen):
             derived[lost] = 0
+        read_by_host = np.zeros(len(content), bool)
+        host = _last(
+            trace_values["storage"], trace_values["time"], take("host_storage", np.int64), take("host_time", np.int64)
+        )
+        read_by_host[host[host >= 0]] = True
+        gave_numbers = np.zeros(len(ordinal), bool)
+        gave_numbers[observed["op"][observed["as"] == SCALAR]] = True
+        read_by_host[at[np.repeat(gave_numbers & (write_count == 0), read_count)]] = True
         draws = take("draws", bool)
         key = take("key", U)
         writes = np.argsort(order)[: int(write_count.sum())] if len(order) else np.zeros(0, np.int64)
@@ -312,6 +322,8 @@ class _Reading:
             trace_values["bytes"],
             trace_values["storage"],
             _of_values(observed, trace_values),
+            np.isin(trace_values["storage"], take("released", np.int64)),
+            read_by_host,
             observed["op"],
             observed["as"],
             observed["hash"],
@@ -344,6 +356,11 @@ class _Reading:
             outside_time=np.array(time, np.int64),
             outside_content=np.array(contents, U),
         )
+        released = frame.ints[frame.int_first[np.flatnonzero(kinds == RecordKind.storage_release)]]
+        hosts = np.flatnonzero(kinds == RecordKind.host_read)
+        host_storage = frame.tensor_storage[frame.tensor_slots[frame.tensor_first[hosts]]]
+        host_time = 2 * (frame.first_ordinal + hosts)
+        self.columns.add(released=released, host_storage=host_storage, host_time=host_time)
         rows = np.flatnonzero(np.isin(kinds, (RecordKind.unsupported, RecordKind.collective))).tolist()
         unseen = [row for row in rows if self.reader.signatures[int(frame.signature[row])].unseen]
         self.columns.add(unseen=np.array(unseen, np.int64) + frame.first_ordinal)

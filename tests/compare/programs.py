@@ -79,6 +79,8 @@ class Program:
             np.array([self.outside[value][1] if op < 0 else 0 for _time, value, op in events], np.int64),
             np.arange(len(events)),
             np.full(len(events), -1),
+            np.zeros(len(events), bool),
+            np.zeros(len(events), bool),
             empty,
             empty,
             none[:0],

@@ -70,6 +70,56 @@ def test_inserted_ops_that_change_nothing_in_the_end_do_not_make_results_differe
     assert [(each.name, each.a, each.b) for each in found.structure] == [("aten::neg.default", 0, 2)]
 
 
+def test_what_one_run_logs_does_not_make_results_different(made: Made, tmp_path: Path) -> None:
+    def program(log: bool) -> None:
+        x = torch.arange(12.0).reshape(3, 4)
+        for _step in range(3):
+            x = x.mul(1.5)
+            if log:
+                print(x.abs().max().item(), x.std(), x[0].tolist())
+            x = x.add(1)
+        x.sum().item()
+
+    found = replayfmt.compare(made("a", lambda: program(False)), made("b", lambda: program(True)))
+    assert found.outcome == "equal" and found.divergence.aside and len(found.notes) == 1
+    assert any(not row["compared"] for row in found.rows if row["kind"] == "unaligned")
+    kept: list[torch.Tensor] = []
+    more = made("c", lambda: (program(False), kept.append(torch.ones(3).mul(2)), program(False)))
+    twice = made("d", lambda: (program(False), program(False)))
+    assert replayfmt.compare(more, twice).outcome == "different"  # it is still there
+
+
+def test_what_the_host_reads_behind_other_ops_is_compared(made: Made) -> None:
+    """Nothing of both captures reads it, so no op is left that would differ."""
+
+    def program(detour: bool, scale: float) -> None:
+        x, w = torch.linspace(-1, 1, 32).reshape(4, 8), torch.linspace(0.5, 2, 64).reshape(8, 8)
+        y = (x.double() @ w.double()).float() if detour else x @ w
+        z = y.mul(scale)
+        z.add(1).sum().item()
+        z.argmax().item()
+
+    a = made("a", lambda: program(False, 2))
+    for tolerance in ("exact", "auto"):
+        found = replayfmt.compare(a, made(tolerance, lambda: program(True, 3)), tolerance=tolerance)
+        assert found.outcome == "different", found.text
+    assert replayfmt.compare(a, made("intact", lambda: program(True, 2)), tolerance="auto").outcome == "equal"
+
+
+def test_an_op_that_changes_more_than_rounding_behind_rounding_is_named(made: Made) -> None:
+    def program(detour: bool, scale: float) -> None:
+        x = torch.linspace(-2, 2, 64).reshape(8, 8)
+        y = x * 0.5 * (1 + torch.erf(x * 0.7071067811865476)) if detour else torch.nn.functional.gelu(x)
+        z = y.tanh()
+        z = z.mul(scale) if scale != 1 else z
+        z.sum().item()
+
+    a = made("a", lambda: program(False, 1))
+    found = replayfmt.compare(a, made("b", lambda: program(True, 1.001)), tolerance="auto")
+    assert found.first is not None and "aten::mul.Tensor" in found.first.kernels[1], found.text
+    assert replayfmt.compare(a, made("c", lambda: program(True, 1)), tolerance="auto").outcome == "equal"
+
+
 def test_ops_that_only_one_capture_has_are_not_called_equal(made: Made) -> None:
     def more() -> None:
         chain()

@@ -27,7 +27,7 @@ FAULTS = [
     ("resnet", "reduction", "block", "aten::flip.default"),
     ("moe", "bf16", "block", "aten::mm.default"),
     ("decoder", "mask", "arguments", "aten::tril.default"),
-    ("gpt2_training", "bias correction", "arguments", "aten::add_.Tensor"),
+    ("gpt2_training", "bias correction", "block", "aten::add_.Tensor"),
 ]
 
 
