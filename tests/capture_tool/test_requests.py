@@ -287,11 +287,12 @@ def test_the_example_of_the_document_works(tmp_path: Path, monkeypatch: pytest.M
 
 
 BUSY = """
-import os, signal, sys, threading
+import faulthandler, os, signal, sys, threading
 from queue import SimpleQueue
 import torch
 import replayfmt
 
+faulthandler.dump_traceback_later(500, exit=True)
 torch.set_num_threads(1)
 ended = threading.Event()
 

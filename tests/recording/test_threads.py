@@ -287,6 +287,60 @@ def test_operators_that_began_before_the_capture_are_told(capture: Capture, serv
     assert "aten::expand.default" in captured.ops(), "the thread took part afterwards"
 
 
+@pytest.mark.recorder("python", "native")
+def test_a_capture_begins_when_the_backward_passes_of_other_threads_are_over(
+    capture: Capture, serve: Callable[..., Server]
+) -> None:
+    entered, main = threading.Event(), threading.main_thread().ident
+
+    def begins() -> bool:
+        frame = sys._current_frames()[main or 0]
+        while frame.f_back is not None and frame.f_code is not threads.Threads._wait_until_joined.__code__:
+            frame = frame.f_back
+        return frame.f_code is threads.Threads._wait_until_joined.__code__
+
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            entered.set()
+            while not begins():
+                entered.wait(0.001)
+            return gradient * 3
+
+    x = torch.ones(3, requires_grad=True)
+    loss = Waits.apply(x.sin()).sum()
+    server = serve(lambda item: item.backward())
+    server.give(loss)
+    assert entered.wait(_WAIT_S)
+    captured = capture(lambda: (server.take(), server.ask(torch.ones(2, requires_grad=True).sum())))
+    assert captured.unsupported() == {} and "aten::expand.default" in captured.ops()
+
+
+def test_a_thread_of_the_recorder_that_was_found_late_does_not_take_part(capture: Capture) -> None:
+    """Whoever waits for it may hold the recorder's lock, which a thread of the program takes when it ends."""
+    joined: list[bool] = []
+
+    def digest() -> None:
+        recorder = replayfmt.recording.recorder._active
+        assert recorder is not None and recorder._threads is not None
+        threads._ask_to_leave({own_id()})  # what asks it to take part, too
+        for _ in range(3):
+            joined.append(recorder._threads.has_joined())
+
+    def program() -> torch.Tensor:
+        thread = threading.Thread(target=digest, name=f"{threads.DIGESTING} of a file")
+        thread.start()
+        thread.join()
+        return torch.ones(2).sin()
+
+    captured = capture(program)
+    assert joined == [False] * 3 and captured.ops() == ["aten::ones.default", "aten::sin.default"]
+
+
 def test_a_thread_that_began_in_one_capture_takes_part_in_the_next(capture: Capture) -> None:
     given: SimpleQueue[Any] = SimpleQueue()
     made: SimpleQueue[Any] = SimpleQueue()

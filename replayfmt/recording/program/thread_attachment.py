@@ -82,9 +82,9 @@ def thread_states() -> list[ThreadState]:
     with collector_paused():  # it would run code of the program
         addresses, same, again = tee(_addresses(), 3)
         found = list(zip(addresses, map(_id_of, same), map(_copy, again, repeat(_WORDS * _WORD_BYTES)), strict=True))
-    # C threads create their states without the GIL, under a lock that this call takes: from here on, the states found
-    # are complete.
-    sys._current_frames()
+        # C threads create their states without the GIL, under a lock that this call takes: from here on, the states
+        # found are complete. (Older interpreters let the collector run under that lock.)
+        sys._current_frames()
     return [ThreadState(address, number, memoryview(words).cast("P")) for address, number, words in found]
 
 

@@ -59,6 +59,7 @@ class Threads:
         self._carrying: set[int] = set()
         self._late: set[int] = set()  # state ids of threads that began unseen
         self._late_idents: set[int] = set()
+        self._own: set[int] = set()  # state ids of the recorder's own threads
         self._installed = False
         self._at_start: list[str] = []  # sentences to tell once recording is on
         presence.opened = self._settle
@@ -99,13 +100,13 @@ class Threads:
                 "this Python interpreter gives no access to threads that ran before the capture began: their "
                 "work is not recorded"
             )
-        self.core.attempt(self._tell_of_backward_passes)
         self.core.attempt(self._join_unknown, False)
         self.core.attempt(self._wait_until_joined)
+        self.core.attempt(self._tell_of_backward_passes)
 
     def _wait_until_joined(self) -> None:
-        """Wait for the threads that were asked to join, each at the end of the operator in which it is. Nothing that
-        was counted until then is missing from the capture."""
+        """Wait for the threads that were asked to join, each at the end of the operator, or the backward pass, in which
+        it is. Nothing that was counted until then is missing from the capture."""
         begun = time.monotonic()
         ran: dict[int, tuple[str | None, float]] = {}  # by state id: how the thread ran, and since when that is so
         while absent := self._absent():
@@ -209,6 +210,7 @@ class Threads:
         owner = getattr(function, "__self__", None)
         name = vars(owner).get("_name", "") if issubclass(type(owner), threading.Thread) else ""
         if name == FLUSHING or name.startswith(DIGESTING):
+            self._own.add(number)
             self._presence.leave()  # it may have been found before it got here
             self._carrying.discard(number)
             self.core.thread_watch.take_part(True)
@@ -245,11 +247,11 @@ class Threads:
     def join(self) -> bool:
         """The calling thread participates from now on, with the mode as its outermost one. Returns whether it could, or
         need not. Takes no lock: the thread may be anywhere."""
-        if self.core.finished:
+        number, ident = own_id(), get_ident()
+        if self.core.finished or number in self._own:
             return True
         if _in_backward_pass():
             return _is_autograd_worker()
-        number, ident = own_id(), get_ident()
         joined = self._presence.joined()  # it may have kept the key of an earlier capture
         if joined and number in self._carrying:
             return True
@@ -311,12 +313,13 @@ class Threads:
                 self.core.records.unsupported("unseen_thread", "", sentence)
 
     def _tell_of_backward_passes(self) -> None:
-        """Report backward passes that have begun in other threads: the rest of them runs without a Python step."""
+        """Report backward passes that go on in other threads: the rest of them runs without a Python step."""
         with collector_paused():  # the interpreter holds a lock of its own meanwhile
             frames = sys._current_frames()
+        joined = {_next_step().ident(state) for state in thread_states() if state.id in self._carrying}
         for ident, frame in frames.items():
             codes = {inner.f_code for inner, _line in traceback.walk_stack(frame)}
-            if ident != get_ident() and _run_backward.__code__ in codes:
+            if ident != get_ident() and ident not in joined and _run_backward.__code__ in codes:
                 self._at_start.append(
                     "a backward pass began in another thread before the capture: its remaining work is not recorded"
                 )
