@@ -24,6 +24,7 @@ from replayfmt.format.codes import KernelKind, RecordKind, TensorFlag
 from replayfmt.format.model import Kernel, Record, StorageValue, TensorValue, Value, nested_values, tensors_of
 from replayfmt.format.output import new_folder
 from replayfmt.format.signature_text import signature_of
+from replayfmt.format.validation import parse_json
 from replayfmt.pytorch.overloads import parse_schema
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE
 from replayfmt.pytorch.triton.kernels import StoredKernel
@@ -166,7 +167,15 @@ class _KernelTask(Task):
             "operator": kernel.name,
             "schema": kernel.schema,
             "function": self._function(),
+            "configurations": [self._configuration(self.reader.kernels[each]) for each in self.kernels],
         }
+
+    def _configuration(self, kernel: Kernel) -> str | None:
+        """What the program's autotuner chose for a kernel, by program; None without one."""
+        if kernel.kind is not KernelKind.triton:
+            return None
+        chosen = parse_json(contents_of(self.reader, kernel)["metadata"]).get("configuration")
+        return None if chosen is None else str(chosen)
 
     def _function(self) -> str:
         base = re.sub(r"\W", "_", self.kernel.name.rpartition("::")[2])

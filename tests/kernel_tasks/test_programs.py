@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -47,11 +48,61 @@ def test_a_task_of_a_model_runs_alone_and_its_reference_passes(
     assert done.code == 0, done.err
     assert "reference: as expected" in check(task)
     assert all(each["calls"] and each["cases"] for each in described(task)["workloads"])
+    verdicts = both_verdicts(task, tmp_path / "c", tools)
+    assert verdicts[0] == verdicts[1] == ["accepted", "wrong"]
+
+
+def both_verdicts(task: Path, folder: Path, tools: Tools) -> list[list[str]]:
+    """What check.py alone and the tool say of the reference, and of one that is off by one."""
+    facts, text = described(task), (task / "reference.py").read_text()
+    function = facts["function"]
+    if len({each["program"] for each in facts["workloads"]}) > 1:  # passes that do not do the same
+        sizes = [[each["sizes"] for each in workload["arguments"].values()] for workload in facts["workloads"]]
+        table = {str(each): workload["program"] for each, workload in zip(sizes, facts["workloads"], strict=True)}
+        text += f"\ndef {function}(*args):\n    place = {table}[str([list(each.shape) for each in args])]\n"
+        text += "    return PROGRAMS[place](*args)\n"
+    off = (
+        f"\n_right = {function}\ndef {function}(*args, **named):\n    found = _right(*args, **named)\n"
+        "    first = found[0] if isinstance(found, tuple) else found if found is not None else args[0]\n"
+        "    first += 1\n    return found\n"
+    )
+    folder.mkdir()
+    (folder / "right.py").write_text(text)
+    (folder / "wrong.py").write_text(text + off)
+    out = [folder / "alone.json", folder / "tool.json"]
+    files, allowed = [str(folder / f"{name}.py") for name in ("right", "wrong")], "calls the original"
+    command = [sys.executable, "-I", str(task / "check.py"), "--min-time=0", f"--allow={allowed}", f"--json={out[0]}"]
+    subprocess.run([*command, *files], capture_output=True)
+    flags = (f"--allow-reason={allowed}", f"--candidates={folder}", f"--benchmark-out={out[1]}")
+    tools("benchmark", "--compare", *flags, "--benchmark-min-time=0.001s", task)
+    found = [
+        {each["candidate"]: each["verdict"] for each in json.loads(path.read_text())["candidates"]} for path in out
+    ]
+    return [[each[file] for file in files] for each in found]
+
+
+@pytest.fixture(scope="module")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("triton") / "t.opreplay"
+    return captured(HERE / "triton_program.py", out, TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
-def test_a_triton_kernel_is_exported_with_its_source_as_a_first_candidate(tmp_path: Path, tools: Tools) -> None:
-    path = captured(HERE / "triton_program.py", tmp_path / "t.opreplay", TRITON_INTERPRET="1")
+def test_a_task_has_the_configuration_that_the_program_has_chosen(triton: Path, tmp_path: Path) -> None:
+    task, kernel = tmp_path / "task", "--kernel=triton::negate_kernel"
+    command = [sys.executable, "-m", "opreplay_tools.export", "--format=kernel-task", "--allow-code", kernel]
+    subprocess.run([*command, str(triton), str(task)], check=True, capture_output=True)
+    (configuration,) = described(task)["configurations"]
+    (workload,) = described(task)["workloads"]
+    assert "BLOCK: 16" in configuration and workload["arguments"]["BLOCK"] == 16
+    assert workload["arguments"]["grid"] == [2] and "reference: as expected" in check(task)
+
+
+@pytest.mark.slow
+def test_a_triton_kernel_is_exported_with_its_source_as_a_first_candidate(
+    triton: Path, tmp_path: Path, tools: Tools
+) -> None:
+    path = triton
     task, kernel = tmp_path / "task", "--kernel=triton::double_kernel*"
     command = [sys.executable, "-m", "opreplay_tools.export", "--format=kernel-task", kernel, str(path), str(task)]
     refused = subprocess.run(command, capture_output=True, text=True)
@@ -72,6 +123,8 @@ def test_a_triton_kernel_is_exported_with_its_source_as_a_first_candidate(tmp_pa
     (tmp_path / "mine.json").write_text('{"shared": 0}')
     (row,) = run_judge(str(task), [str(tmp_path / "mine.cubin")], Options(min_time_s=0))["candidates"]
     assert row["verdict"] == "does not load" and "the capture has no binary of triton::double_kernel" in row["text"]
+    verdicts = both_verdicts(task, tmp_path / "c", tools)
+    assert verdicts[0] == verdicts[1] == ["accepted", "wrong"]
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +169,8 @@ def test_a_compiled_region_of_generated_cpp_is_one_function_that_a_fused_kernel_
     files = [str(task / "reference.py"), *(f"{tmp_path / 'mine.py'}:{name}" for name in ("right", "wrong"))]
     found = run_judge(str(task), files, Options(min_time_s=0))
     assert [each["verdict"] for each in found["candidates"]] == ["accepted", "accepted", "wrong"], found
+    verdicts = both_verdicts(task, tmp_path / "c", tools)
+    assert verdicts[0] == verdicts[1] == ["accepted", "wrong"]
 
 
 @pytest.mark.slow

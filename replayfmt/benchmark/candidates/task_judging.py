@@ -138,7 +138,8 @@ class State:
         found |= {"kernels of PyTorch's operators": kernels}
         if "numpy" in sys.modules:
             numbers = importlib.import_module("numpy.random")
-            found["NumPy's random generator"] = repr(numbers.get_state(legacy=False))
+            kind, keys, *rest = numbers.get_state()
+            found["NumPy's random generator"] = (kind, keys.tobytes(), *rest)
         return found
 
     def changes(self) -> list[str]:
@@ -436,10 +437,11 @@ class CaseJudge:
             self._judge.armed = False
             watch.stop()
             watch.unregister_callback()
-        if task.task["kind"] == "operator" and "calls the original" not in task.options.allow:
-            names = re.findall(r'"name": "([^"]*)"', path.read_text(encoding="utf-8"))
-            if any(name.rstrip("_") == original.rstrip("_") for name in names):
-                raise Fault("calls the original", f"it calls {original}")
+        names = re.findall(r'"name": "([^"]*)"', path.read_text(encoding="utf-8"))
+        path.unlink()  # to write over a file can take longer than a new one
+        called = any(name.rstrip("_") == original.rstrip("_") for name in names)
+        if called and task.task["kind"] == "operator" and "calls the original" not in task.options.allow:
+            raise Fault("calls the original", f"it calls {original}")
 
     def _values(self, first: Outcome, second: Outcome | None, shifted: Outcome, clean: Outcome) -> None:
         off, off_shifted, off_clean = (self._off(CAPTURED, found) for found in (first, shifted, clean))
