@@ -89,7 +89,7 @@ demo: $(INSTALLED)
 	@echo
 	$(BIN)/opreplay-run $(DEMO)/step.opreplay | fold -s -w 100
 	@echo
-	$(BIN)/opreplay-benchmark --replay-scope=execute --benchmark-min-time=20x \
+	$(BIN)/opreplay-benchmark --scope=execute --benchmark-min-time=20x \
 	    $(DEMO)/step.opreplay | fold -s -w 100
 	@echo
 	$(BIN)/opreplay-benchmark --per-op --group-by=kernel --top=8 --benchmark-min-time=0.01s \

@@ -246,13 +246,13 @@ def run_compare(
 reconcile_options = together(
     option(
         "--reconcile",
-        "Measure each op on its own, with hot and with cold inputs, and the whole replay (or one --replay-scope); "
+        "Measure each op on its own, with hot and with cold inputs, and the whole replay (or one --scope); "
         "print the sums, the replay's time and the captured time side by side, and what explains the difference.",
     ),
     option(
         "--program COMMAND",
         "With --reconcile, --energy or --energy-windows: the captured program, 'script.py args…' as after python. "
-        "It is run without a recorder, and its own time (with --replay-scope that of its scope of that name), or "
+        "It is run without a recorder, and its own time (with --scope that of its scope of that name), or "
         "the energy of the whole script again and again, stands beside the replay's.",
     ),
     option("--program-runs N", "With --program: how often the program runs.", type=click.IntRange(min=1), default=3),
@@ -272,7 +272,7 @@ def check_reconcile(context: click.Context, scopes: tuple[str, ...]) -> None:
     others = ("benchmark_repetitions", "inputs", "per_op", "compare", *_FOR_ONE_PLAN)
     refuse(context, others, "does not go with --reconcile")
     if len(scopes) > 1:
-        raise UsageError("--reconcile takes one --replay-scope, or none for the whole replay")
+        raise UsageError("--reconcile takes one --scope, or none for the whole replay")
 
 
 def run_reconcile(
@@ -357,17 +357,21 @@ def _opened(stack: ExitStack, flag: str, path: str | None, force: bool) -> Calla
 
 @tool(
     "opreplay-benchmark",
-    ("opreplay-benchmark --replay-scope=execute step.opreplay", "Time one scope:"),
+    ("opreplay-benchmark --scope=execute step.opreplay", "Time one scope:"),
     ("opreplay-benchmark --per-op --group-by=kernel --top=8 step.opreplay", "Time every op on its own:"),
     (
         "opreplay-benchmark --compare --replay-kernel-substitution=aten::mm=my_mm.py step.opreplay",
         "Is my kernel faster?",
     ),
+    first=(
+        *("--scope", "--per-op", "--group-by", "--top", "--threads", "--compare", "--replay-kernel-substitution"),
+        *("--benchmark-out", "--baseline", "--fail-above"),
+    ),
 )
 @replay_options
 @threads_option
 @option(
-    "--replay-scope NAME",
+    "--scope NAME",
     "Report the time inside the scopes of this name or full path (execute/step 3), instead of the whole replay's; "
     "everything still runs. Passes are summed, nested ones count once. With --per-op: measure only the ops inside "
     "them. Repeatable.",
@@ -422,7 +426,7 @@ def cli(
     /,
     capture: str,
     flags: ReplayFlags,
-    replay_scope: tuple[str, ...],
+    scope: tuple[str, ...],
     inputs: Inputs | None,
     benchmark_format: str,
     benchmark_out: str | None,
@@ -469,12 +473,12 @@ def cli(
             values["benchmark_repetitions"],
             values["benchmark_warmup"],
             flags.verify,
-            replay_scope,
+            scope,
             precision,
             inputs or "hot",
             values["cuda_graph"],
         )
-    check_reconcile(context, replay_scope)
+    check_reconcile(context, scope)
     if values["processes"] > 1:
         refuse(context, _NOT_IN_PROCESSES, "does not go with --processes")
         if os.path.isdir(capture) or os.environ.get("WORLD_SIZE", "1") != "1":
@@ -499,12 +503,12 @@ def cli(
                 if path is not None:
                     refuse_input(flag, path, capture)
                 kept.append(_opened(stack, flag, path, force))
-            work = Work(capture, flags, replay_scope, values["program"], context, stack.enter_context(_progress()))
+            work = Work(capture, flags, scope, values["program"], context, stack.enter_context(_progress()))
             return run_energy(work, *kept)
         if values["energy_windows"] is not None:
             refuse_input("--energy-windows", values["energy_windows"], capture)
             write = _opened(stack, "--energy-windows", values["energy_windows"], force)
-            work = Work(capture, flags, replay_scope, values["program"], context, stack.enter_context(_progress()))
+            work = Work(capture, flags, scope, values["program"], context, stack.enter_context(_progress()))
             return run_energy_windows(work, write)
         if values["reconcile"]:
             run_reconcile(
@@ -549,8 +553,8 @@ def cli(
 
 # What each of several processes measures by.
 _OF_EACH_PROCESS = (
-    *("replay_scope", "benchmark_min_time", "benchmark_precision", "benchmark_max_time", "benchmark_warmup", "inputs"),
-    *("per_op", "op_filter", "op_limit", "op_instances", "group_by", "stop_on_error", "collectives"),
+    *("scope", "benchmark_min_time", "benchmark_precision", "benchmark_max_time", "benchmark_warmup", "inputs"),
+    *("per_op", "kernel", "op_limit", "op_instances", "group_by", "stop_on_error", "collectives"),
 )
 
 

@@ -34,9 +34,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Selection": (
         "--ops", "--scope", "--kernel", "--signature", "--unique", "--partial", "--summary", "--findings",
         "--signatures", "--values", "--kernel-skeleton", "--attachment", "--start-op", "--stop-op", "--start-scope",
-        "--stop-scope", "--step", "--steps", "--time", "--replay-scope", "--op-filter", "--op-limit", "--op-instances",
-        "--group-by", "--top",
-        "--rank",
+        "--stop-scope", "--step", "--steps", "--time", "--op-limit", "--op-instances", "--group-by", "--top", "--rank",
         "--section", "--tensors", "--predict", "--tool", "--launch", "--launches", "--records", "--max-bytes",
         "--target", "--reads-unwritten", "--children", "--device-kernels", "--table", "--replayed", "--power-log",
     ),
@@ -74,16 +72,17 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Help": ("--help", "--version", "--agents-md"),
 }
 # fmt: on
-_OTHERS = "Options"
+_FIRST, _OTHERS = "First", "Options"
 
 
-def groups(parameters: Iterable[click.Parameter]) -> list[tuple[str, list[click.Parameter]]]:
-    """The options among a command's parameters, under their headings."""
-    headings = {name: heading for heading, names in GROUPS.items() for name in names}
-    found: dict[str, list[click.Parameter]] = {_OTHERS: [], **{heading: [] for heading in GROUPS}}
+def groups(parameters: Iterable[click.Parameter], first: tuple[str, ...]) -> list[tuple[str, list[click.Parameter]]]:
+    """The options among a command's parameters, under their headings; those that people need first before all."""
+    headings = {name: heading for heading, names in GROUPS.items() for name in names} | dict.fromkeys(first, _FIRST)
+    found: dict[str, list[click.Parameter]] = {_FIRST: [], _OTHERS: [], **{heading: [] for heading in GROUPS}}
     for parameter in parameters:
         if isinstance(parameter, click.Option):
             found[headings.get(max(parameter.opts, key=len), _OTHERS)].append(parameter)
+    found[_FIRST].sort(key=lambda parameter: first.index(max(parameter.opts, key=len)))
     return [(heading, options) for heading, options in found.items() if options]
 
 
@@ -219,9 +218,8 @@ class Seconds(click.FloatRange):
         return seconds
 
 
-# Options that mean the same and have two names: each tool takes both, and its help shows its own.
-_SAME = {"--scope": "--replay-scope", "--kernel": "--op-filter"}
-_SAME |= {other: name for name, other in _SAME.items()}
+# Names that options had: every tool that has the option takes them still.
+_FORMER = {"--replay-scope": "--scope", "--op-filter": "--kernel"}
 
 # Where a format is written that another tool is asked for.
 FORMATS = {
@@ -246,9 +244,10 @@ def _elsewhere(error: click.ClickException) -> str:
 class ToolCommand(click.Command):
     """A command whose help groups its options and ends with examples, that takes options by the names they have in
     other tools, and that refuses a single-valued option given several times: click would use the last. `examples` are
-    command lines with their purposes."""
+    command lines with their purposes; `first` are the options that people need first, where there are very many."""
 
     examples: tuple[tuple[str, str], ...] = ()
+    first: tuple[str, ...] = ()
     own_streams = True  # stdout and stderr are the tool's, not those of a program that it runs
 
     def invoke(self, context: click.Context) -> Any:
@@ -258,7 +257,7 @@ class ToolCommand(click.Command):
             return super().invoke(context)
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        for heading, parameters in groups(self.get_params(context)):
+        for heading, parameters in groups(self.get_params(context), self.first):
             records = [parameter.get_help_record(context) for parameter in parameters]
             with formatter.section(heading):
                 formatter.write_dl([record for record in records if record is not None])
@@ -278,8 +277,8 @@ class ToolCommand(click.Command):
 
         def own_name(arg: str) -> str:
             name, equals, value = arg.partition("=")
-            other = _SAME.get(name, name)
-            return f"{other}{equals}{value}" if name not in known and other in known else arg
+            other = _FORMER.get(name, name)
+            return f"{other}{equals}{value}" if other in known else arg
 
         def parse_once(args: list[str]) -> Any:
             values, rest, given = parse([own_name(arg) for arg in args])
@@ -310,13 +309,15 @@ def _takes_one_value(parameter: click.Parameter) -> bool:
     return isinstance(parameter, click.Option) and not (parameter.is_flag or parameter.multiple or parameter.count)
 
 
-def tool(name: str, *examples: tuple[str, str]) -> Callable[[Callable[..., Any]], click.Command]:
-    """Turn a function into a click command called `name`, with the options that every tool has. `examples` for its
-    help: pairs of a command line and its purpose."""
+def tool(
+    name: str, *examples: tuple[str, str], first: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Turn a function into a click command called `name`, with the options that every tool has. `examples` and `first`
+    for its help: pairs of a command line and its purpose, and the options that people need first."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         command = click.command(name, ToolCommand, context_settings={"help_option_names": ["-h", "--help"]})(function)
-        command.examples = examples
+        command.examples, command.first = examples, first
         command = agents_md_option(name)(command)
         return version_option(name)(command)
 

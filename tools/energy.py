@@ -42,14 +42,14 @@ _NOT_WITH_WINDOWS = (
 energy_options = together(
     option(
         "--energy-windows FILE",
-        "Run nothing, then the whole replay, each scope (or --replay-scope), and each distinct op (--op-filter "
+        "Run nothing, then the whole replay, each scope (or --scope), and each distinct op (--kernel "
         "and --op-limit choose some), each again and again in a window of its own, and write to FILE what ran "
         "when. Log the power meanwhile; opreplay-energy integrates it.",
     ),
     option(
         "--energy",
-        "Measure joules of the whole replay, of each scope (or --replay-scope), and of each distinct op "
-        "(--op-filter and --op-limit choose some), in windows as with --energy-windows, while a process of its "
+        "Measure joules of the whole replay, of each scope (or --scope), and of each distinct op "
+        "(--kernel and --op-limit choose some), in windows as with --energy-windows, while a process of its "
         "own samples power and energy counters through zeus. With --program also those of the program itself.",
     ),
     option(
@@ -203,7 +203,7 @@ def _windows(work: Work, plan: Plan, sampler: Sampler | None) -> WindowsFile:
         values["power_interval"],
         values["power_averaging"],
         work.flags.verify,
-        values["op_filter"],
+        values["kernel"],
         values["op_limit"],
         0.0 if sampler is None else sampler.counter_period_s or 0.0,
     )

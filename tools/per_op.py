@@ -156,23 +156,24 @@ def show_below(lines: list[str], form: str) -> None:
 _DEFAULT_MIN_TIME = "0.05s"
 # Flags for measuring whole replays.
 _WHOLE_ONLY = ("benchmark_repetitions", "benchmark_warmup", "device_profiling_mode", "device_profiling_output")
-_CHOOSE_OPS = ("op_filter", "op_limit")  # also those that --energy and --energy-windows run
+_CHOOSE_OPS = ("kernel", "op_limit")  # also those that --energy and --energy-windows run
 _OF_ROOFLINES = ("roofline", "peak_flops", "peak_bandwidth")
-_NEEDS_PER_OP = ("op_instances", "group_by", "top", "stop_on_error", "verbose", *_OF_ROOFLINES)
+_NEEDS_PER_OP = ("ops", "op_instances", "group_by", "top", "stop_on_error", "verbose", *_OF_ROOFLINES)
 
 
 per_op_options = together(
     option(
         "--per-op",
         "Measure every op on its own, on its inputs in the replay, and estimate its share of the "
-        "workload, the most expensive first; with --replay-scope, only ops in these scopes. "
+        "workload, the most expensive first; with --scope, only ops in these scopes. "
         "--benchmark-min-time is then the minimum for each op; default "
         f"{_DEFAULT_MIN_TIME}.",
     ),
     option(
-        "--op-filter PATTERN",
+        "--kernel PATTERN",
         "With --per-op: only operators whose name (aten::mm or aten::mm.default) matches the shell pattern.",
     ),
+    option("--ops A:B", "With --per-op: only ops with ordinals from A up to, not including, B."),
     option("--op-limit N", "With --per-op: only the first N of those that match.", type=click.IntRange(min=1)),
     option(
         "--op-instances",
@@ -183,7 +184,7 @@ per_op_options = together(
     ),
     option(
         "--cuda-graph",
-        "On a CUDA device, or another that has graphs: launch the whole replay, each scope of --replay-scope, or "
+        "On a CUDA device, or another that has graphs: launch the whole replay, each scope of --scope, or "
         "with --per-op the calls of an op, as one graph, so that the device does not wait for the host between "
         "ops; the time to issue them is reported separately. What cannot be put into a graph is measured as "
         "without the flag, with the reason.",
@@ -245,20 +246,22 @@ class PerOpFlags:
         refuse(context, _WHOLE_ONLY, "is for whole replays; it does not go with --per-op")
         from replayfmt.benchmark.per_op.results import OpOptions
         from replayfmt.benchmark.statistics import op_precision, parse_min_time
+        from replayfmt.dump.selection import parse_range
 
         chosen = is_given(context, "benchmark_min_time")
         floor = parse_min_time(values["benchmark_min_time"] if chosen else _DEFAULT_MIN_TIME)
         options = OpOptions(
             floor,
             verify,
-            values["op_filter"],
+            values["kernel"],
             values["op_limit"],
             values["op_instances"] == "all",
-            values["replay_scope"],
+            values["scope"],
             values["stop_on_error"],
             op_precision(values["benchmark_precision"], values["benchmark_max_time"], floor),
             values["inputs"],
             values["cuda_graph"],
+            None if values["ops"] is None else parse_range(values["ops"]),
         )
         return PerOpFlags(options, values["group_by"], values["top"], values["verbose"], _peaks(values))
 

@@ -104,7 +104,7 @@ def benchmark(
     if cuda_graph and scopes:
         raise UsageError(
             "benchmark(cuda_graph=True) measures the whole replay: for graphs of scopes use opreplay-benchmark "
-            "--cuda-graph --replay-scope=NAME, or leave out scopes"
+            "--cuda-graph --scope=NAME, or leave out scopes"
         )
     floor = parse_min_time(text_of("min_time", min_time))
     choice_of("inputs", inputs, INPUTS)

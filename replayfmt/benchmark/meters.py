@@ -93,15 +93,14 @@ def find_regions(reader: CaptureReader, names: tuple[str, ...]) -> list[Measured
 
 
 def matching_scopes(reader: CaptureReader, name: str) -> dict[int, str]:
-    """The scopes that --replay-scope=NAME selects, by id, with their full paths. Raises UsageError if there are
+    """The scopes that --scope=NAME selects, by id, with their full paths. Raises UsageError if there are
     none."""
     paths = {scope: reader.scope_path(scope) for scope in range(1, len(reader.scopes))}
     matching = {scope: path for scope, path in paths.items() if name in (path, reader.scopes[scope].name)}
     if not matching:
         shown = some_of(dict.fromkeys(paths.values()), _CLOSEST, repr)
         raise UsageError(
-            f"--replay-scope={name}: {reader.path} has no scope of that name or path; it has "
-            f"{shown or 'no scopes at all'}"
+            f"--scope={name}: {reader.path} has no scope of that name or path; it has {shown or 'no scopes at all'}"
         )
     return matching
 
@@ -157,7 +156,7 @@ class _ScopeWalk:
         if not self.open[scope]:
             raise ReplayRefused(
                 f"{self._reader.path}: ordinal {ordinal}: scope {self._reader.scope_path(scope)!r} "
-                "ends before it begins; it cannot be measured, choose another with --replay-scope"
+                "ends before it begins; it cannot be measured, choose another with --scope"
             )
         self.open[scope] -= 1
         self._depth -= 1
@@ -172,10 +171,10 @@ class _ScopeWalk:
                 raise ReplayRefused(
                     f"{self._reader.path}: scope {self._reader.scope_path(scope)!r} begins at ordinal "
                     f"{self._outermost} or later and does not end; it cannot be measured, choose "
-                    "another with --replay-scope"
+                    "another with --scope"
                 )
         if not self._passes:
-            raise UsageError(f"--replay-scope={self._name}: {self._reader.path} defines that scope and never enters it")
+            raise UsageError(f"--scope={self._name}: {self._reader.path} defines that scope and never enters it")
         captured, reason = _measured(0, self._captured_ns)
         return MeasuredRegion(self._name, self._paths, self._passes, self._ops, captured, reason)
 
@@ -479,10 +478,10 @@ class ScopeWatch:
     def end_replay(self) -> Readings:
         """The time in the scopes in the replay just ended. Raises ReplayFailed if they did not run as captured."""
         if self._depth:
-            raise ReplayFailed(f"--replay-scope={self.region.name}: the scope did not end while being replayed")
+            raise ReplayFailed(f"--scope={self.region.name}: the scope did not end while being replayed")
         if self._passes != self.region.passes:
             raise ReplayFailed(
-                f"--replay-scope={self.region.name}: the replay passed through it {self._passes} times, "
+                f"--scope={self.region.name}: the replay passed through it {self._passes} times, "
                 f"the capture {self.region.passes} times"
             )
         return self.stopwatch.read()

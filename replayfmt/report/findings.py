@@ -102,7 +102,7 @@ def _most_expensive_kernel(figures: KernelFigures, _ops: CapturedOps, _memory: l
     return Finding(
         "most_expensive_kernel",
         text,
-        figures.command(f"benchmark --per-op --op-filter={_pattern(name)}"),
+        figures.command(f"benchmark --per-op --kernel={_pattern(name)}"),
         "top",
         {"kernel": name, "share": share, "seconds": times[kernel] / 1e9, "calls": calls, "signature": signature},
         [min(site.first for site in sites)],

@@ -146,7 +146,7 @@ def test_the_body_is_a_capture_that_the_tools_open(tmp_path: Path, tools: Tools)
     done = tools(
         "benchmark",
         "--per-op",
-        "--op-filter=triton::*",
+        "--kernel=triton::*",
         "--allow-code",
         "--device=cpu",
         "--benchmark-min-time=1x",
@@ -168,7 +168,7 @@ def test_selections_of_what_graphs_alone_call_say_where_it_is(tmp_path: Path, to
         ("dump", "--kernel-skeleton=triton::scale_kernel"),
         ("trim", "--kernel=triton::scale_kernel", f"--script={tmp_path / 'script.py'}"),
         ("run", f"--replay-kernel-substitution=all={given}", "--device=cpu", "--allow-code"),
-        ("benchmark", "--per-op", "--op-filter=triton::scale_kernel", "--device=cpu", "--allow-code"),
+        ("benchmark", "--per-op", "--kernel=triton::scale_kernel", "--device=cpu", "--allow-code"),
     ):
         done = tools(*arguments, path)
         assert done.code == 2 and where in done.err, (arguments, done.err)

@@ -159,7 +159,7 @@ def test_the_flag_of_the_tools_chooses_and_a_wrong_value_is_refused(tmp_path: Pa
         "benchmark",
         "--benchmark-min-time=6x",
         "--per-op",
-        "--op-filter=graph::*",
+        "--kernel=graph::*",
         "--inputs=hot",
         "--benchmark-format=json",
         path,

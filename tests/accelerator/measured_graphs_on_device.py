@@ -62,7 +62,7 @@ def test_python_launches_the_whole_replay_as_one_graph_too(tmp_path: Path) -> No
 
 def test_a_scope_is_launched_as_one_graph_with_all_its_passes(tools: Tools, path: Path) -> None:  # noqa: F811
     before = sim.graph_replays()
-    (row,) = rows_of(tools, "--replay-scope=step", path).values()
+    (row,) = rows_of(tools, "--scope=step", path).values()
     assert row["graph"] is True and row["no_graph"] is None, row
     assert sim.graph_replays() - before == 1 + 2 + 6, "one is compared, two warm up, six are timed"
     assert row["iterations"] == 6 and row["passes"] == 2 and row["eager_time"] > 0 and row["host_time"] > 0
@@ -101,7 +101,7 @@ def test_a_whole_replay_is_one_graph_and_the_table_says_what_was_compared(tools:
 
 
 def test_ops_are_launched_in_graphs_of_a_device_that_has_them(tools: Tools, path: Path) -> None:  # noqa: F811
-    rows = rows_of(tools, "--per-op", "--op-filter=aten::addmm", path)
+    rows = rows_of(tools, "--per-op", "--kernel=aten::addmm", path)
     assert rows and all(row["graphs"] == 1 and row["eager_time"] > 0 for row in rows.values()), rows
 
 
@@ -159,9 +159,9 @@ def test_a_graph_of_the_program_is_in_a_graph_only_where_its_ops_are_issued(tool
         return x, graph
 
     path = captured(tmp_path / "a.opreplay", program)
-    (row,) = rows_of(tools, "--replay-scope=decode", path).values()
+    (row,) = rows_of(tools, "--scope=decode", path).values()
     assert "is a graph itself; --graphs=issued issues its ops" in row["no_graph"]
-    (row,) = rows_of(tools, "--replay-scope=decode", "--graphs=issued", path).values()
+    (row,) = rows_of(tools, "--scope=decode", "--graphs=issued", path).values()
     assert row["graph"] is True and row["graph_compared"].startswith("1 results")
 
 

@@ -461,7 +461,7 @@ def test_a_benchmark_times_every_stream_by_events_of_its_own(tmp_path: Path, too
             f"--streams={mode}",
             "--benchmark-format=json",
             "--benchmark-min-time=6x",
-            "--replay-scope=execute",
+            "--scope=execute",
             path,
         )
         assert done.code == 0, done.err

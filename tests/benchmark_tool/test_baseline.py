@@ -405,7 +405,7 @@ def test_the_same_work_whose_times_depend_on_each_other_passes():
 
 def test_ops_are_compared_with_their_baseline_too(tools, captured, tmp_path):
     old = tmp_path / "old.json"
-    flags = ["--per-op", "--op-filter=aten::tanh", "--benchmark-min-time=6x"]
+    flags = ["--per-op", "--kernel=aten::tanh", "--benchmark-min-time=6x"]
     assert tools("benchmark", captured, *flags, "--noise-floor", f"--benchmark-out={old}").code == 0
     scaled(old, 1e-6)
     ran = tools("benchmark", captured, *flags, f"--baseline={old}", "--fail-above=5%")

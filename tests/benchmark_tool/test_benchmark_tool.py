@@ -75,8 +75,8 @@ def test_the_whole_capture_is_one_row_with_every_iterations_times(bench, capture
 @pytest.mark.slow
 def test_markdown_is_a_table_for_a_pull_request(bench, tools, captured, tmp_path):
     out = tmp_path / "before.json"
-    assert bench(captured, "--replay-scope=step", f"--benchmark-out={out}").code == 0
-    done = bench(captured, "--replay-scope=step", f"--baseline={out}", "--benchmark-format=markdown")
+    assert bench(captured, "--scope=step", f"--benchmark-out={out}").code == 0
+    done = bench(captured, "--scope=step", f"--baseline={out}", "--benchmark-format=markdown")
     assert done.code == 0
     head, ruler, *lines = done.out.splitlines()
     assert [cell.strip() for cell in head.strip("|").split("|")] == [
@@ -93,10 +93,10 @@ def test_markdown_is_a_table_for_a_pull_request(bench, tools, captured, tmp_path
 
 @pytest.mark.slow
 def test_a_scope_is_reported_in_place_of_the_whole_and_its_passes_add_up(bench, captured):
-    document = json.loads(bench(captured, "--replay-scope=step", "--benchmark-format=json").out)
+    document = json.loads(bench(captured, "--scope=step", "--benchmark-format=json").out)
     (row,) = document["benchmarks"]
     assert row["name"] == "BM_replay/scope:step" and row["passes"] == STEPS
-    forward, execute = rows(bench, captured, "--replay-scope=execute/step/forward", "--replay-scope=execute")
+    forward, execute = rows(bench, captured, "--scope=execute/step/forward", "--scope=execute")
     assert forward["passes"] == STEPS and execute["passes"] == 1
     assert forward["ops"] < row["ops"] <= execute["ops"]
     for inner, outer in zip(forward["samples"]["real_time"], execute["samples"]["real_time"], strict=True):
@@ -303,7 +303,7 @@ def test_a_trace_that_cannot_be_is_refused_early(bench, captured, tmp_path, monk
         ["--benchmark-repetitions=0"],
         ["--benchmark-format=xml"],
         ["--verify=maybe"],
-        ["--replay-scope=nowhere"],
+        ["--scope=nowhere"],
         ["--no-such-flag"],
         ["second.opreplay"],
     ],
@@ -314,7 +314,7 @@ def test_wrong_usage_gives_exit_code_2(bench, captured, flags, executed):
 
 
 def test_a_scope_that_the_capture_lacks_is_answered_with_those_it_has(bench, captured):
-    assert "it has 'init', 'execute', 'execute/step', 'execute/step/forward'" in bench(captured, "--replay-scope=x").err
+    assert "it has 'init', 'execute', 'execute/step', 'execute/step/forward'" in bench(captured, "--scope=x").err
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_a_scope_without_both_ends_is_refused_with_exit_code_1(bench, tmp_path, 
         )
     )
     writer.close(100)
-    done = bench(path, "--replay-scope=step")
+    done = bench(path, "--scope=step")
     assert done.code == 1 and words in done.err and done.out == "" and executed == []
 
 
@@ -401,7 +401,7 @@ def test_the_console_script_runs_and_ends_quietly_when_its_reader_goes_away(capt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--per-op", "--op-filter=aten::mm*"]])
+@pytest.mark.parametrize("flags", [[], ["--per-op", "--kernel=aten::mm*"]])
 def test_the_results_are_in_their_file_whether_or_not_somebody_reads_the_table(captured, tmp_path, commands, flags):
     out, trace = tmp_path / "out.json", tmp_path / "trace.json"
     if not flags:

@@ -464,7 +464,7 @@ def test_an_op_that_cannot_run_is_listed_with_its_reason(tmp_path, monkeypatch):
 
 def test_from_windows_to_the_report_with_the_tools(tools, captured, tmp_path):
     windows, power, out = tmp_path / "windows.jsonl", tmp_path / "power.csv", tmp_path / "gpu_energy_report.json"
-    flags = ["--power-interval=0.001", "--power-averaging=0.02", "--op-filter=aten::tanh"]
+    flags = ["--power-interval=0.001", "--power-averaging=0.02", "--kernel=aten::tanh"]
     ran = tools("benchmark", captured, f"--energy-windows={windows}", *flags)
     assert ran.code == 0 and "windows, of 1 op," in ran.out
     measured = read_windows(windows)
@@ -521,7 +521,7 @@ def test_windows_during_which_daylight_saving_time_began_say_so(tools, captured,
     offsets = iter([3600, 7200])
     monkeypatch.setattr("opreplay_tools.energy._utc_offset_s", lambda: next(offsets))
     path = tmp_path / "windows.jsonl"
-    flags = ("--power-interval=0.001", "--power-averaging=0.01", "--op-limit=1", "--replay-scope=init")
+    flags = ("--power-interval=0.001", "--power-averaging=0.01", "--op-limit=1", "--scope=init")
     assert tools("benchmark", captured, f"--energy-windows={path}", *flags).code == 0
     found = read_windows(path)
     assert found.context["utc_offset_changed"] and found.utc_offset_s == 7200
@@ -556,7 +556,7 @@ def test_local_times_are_those_of_the_machine_that_was_measured_unless_a_zone_is
         ),
         (["--energy", "--per-op"], "--per-op does not go with --energy"),
         (["--energy-windows=w.jsonl", "--per-op"], "--per-op does not go with --energy-windows"),
-        (["--energy-windows=w.jsonl", "--replay-scope=nowhere"], "has no scope of that name or path"),
+        (["--energy-windows=w.jsonl", "--scope=nowhere"], "has no scope of that name or path"),
         (["--energy-windows=w.jsonl", "--program=nowhere.py"], "expected a Python script with its arguments"),
         (["--energy-windows=w.jsonl", "--power-interval=nan"], "'nan' is no number of seconds"),
         (["--energy-windows=w.jsonl", "--power-averaging=nan"], "'nan' is no number of seconds"),

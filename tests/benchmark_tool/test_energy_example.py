@@ -49,7 +49,7 @@ def test_the_example_goes_from_a_model_to_a_report_with_pictures(model, tools, t
             assert tools(tool, *arguments).code == 0
 
     monkeypatch.setattr(example, "run", run)
-    flags = ["--power-interval=0.001", "--power-averaging=0.01", "--op-filter=aten::addmm"]
+    flags = ["--power-interval=0.001", "--power-averaging=0.01", "--kernel=aten::addmm"]
     file = [f"--model={tmp_path / model}"] if model else []
     monkeypatch.setattr(
         sys, "argv", [str(script), str(tmp_path), "--small", "--tokens=2", "--recorded", *file, "--", *flags]
@@ -73,7 +73,7 @@ def test_the_example_goes_from_a_model_to_a_report_with_pictures(model, tools, t
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_example_measures_a_gpu(tmp_path):
     script = ROOT / "examples/energy/bloom_energy.py"
-    command = [sys.executable, str(script), str(tmp_path), "--small", "--tokens=2", "--", "--op-filter=aten::addmm"]
+    command = [sys.executable, str(script), str(tmp_path), "--small", "--tokens=2", "--", "--kernel=aten::addmm"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "gpu_energy_report.json").read_text())

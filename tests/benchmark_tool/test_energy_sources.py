@@ -337,8 +337,8 @@ def test_an_interrupt_of_a_whole_group_of_processes_leaves_the_sampler_alone(tmp
 def test_power_is_sampled_by_a_process_of_its_own_and_its_log_is_kept(tools, captured, tmp_path, monkeypatch):
     a_zeus(tmp_path, monkeypatch, FAKE_ZEUS)
     out, log = tmp_path / "report.json", tmp_path / "power.csv"
-    flags = ["--energy", "--op-filter=aten::tanh", "--power-interval=0.005", "--power-averaging=0.2"]
-    flags += ["--energy-source=gpu", "--replay-scope=init"]
+    flags = ["--energy", "--kernel=aten::tanh", "--power-interval=0.005", "--power-averaging=0.2"]
+    flags += ["--energy-source=gpu", "--scope=init"]
     ran = tools("benchmark", captured, *flags, f"--energy-out={out}", f"--power-log-out={log}")
     assert ran.code == 0 and "whole model " in ran.out
     content = json.loads(out.read_text())
@@ -390,7 +390,7 @@ def test_counters_are_sampled_beside_power_and_the_program_is_measured_too(tools
     script = tmp_path / "script.py"
     script.write_text("import sys\nassert sys.argv[1:] == ['3']\nsys.argv.append('4')\nsum(range(100_000))\n")
     out, log = tmp_path / "report.json", tmp_path / "power.csv"
-    flags = ["--energy", "--energy-source=gpu", "--op-filter=aten::tanh", "--replay-scope=execute"]
+    flags = ["--energy", "--energy-source=gpu", "--kernel=aten::tanh", "--scope=execute"]
     flags += ["--power-interval=0.005", "--power-averaging=0.05", f"--program={script} 3"]
     ran = tools("benchmark", captured, *flags, f"--energy-out={out}", f"--power-log-out={log}")
     assert ran.code == 0, ran.err

@@ -135,7 +135,7 @@ def test_every_result_has_the_states_and_their_warnings(tools, captured, tmp_pat
 
 def test_windows_for_energy_and_their_report_have_them_too(tools, captured, tmp_path, slowing):
     windows, power = tmp_path / "windows.jsonl", tmp_path / "power.csv"
-    flags = ["--power-interval=0.001", "--power-averaging=0", "--op-limit=1", "--replay-scope=init"]
+    flags = ["--power-interval=0.001", "--power-averaging=0", "--op-limit=1", "--scope=init"]
     assert tools("benchmark", captured, f"--energy-windows={windows}", *flags).code == 0
     found = read_windows(windows)
     assert found.context["gpus"][0]["after"]["sm_clock_mhz"] == 1300

@@ -260,7 +260,7 @@ def test_a_replay_in_one_cuda_graph_takes_less_than_op_by_op(tools, tmp_path, sc
     with replayfmt.capture(path), replayfmt.scope("step"):
         model(batch).square().mean().backward()
         optimizer.step()
-    flags = ["--replay-scope=step"] if scope else []
+    flags = ["--scope=step"] if scope else []
     assert tools("benchmark", "--cuda-graph", *flags, f"--benchmark-out={out}", path).code == 0
     (row,) = json.loads(out.read_text())["benchmarks"]
     assert row["graph"] is True, row["no_graph"]

@@ -144,7 +144,7 @@ def test_what_could_not_be_measured_is_listed_however_few_rows_are_asked_for(par
 
 def test_top_hides_no_row_from_the_baseline_and_its_gate(partly, tools):
     """A row that is not printed can still be slower."""
-    out, flags = partly.with_suffix(".json"), ("--per-op", "--benchmark-min-time=6x", "--replay-scope=deinit")
+    out, flags = partly.with_suffix(".json"), ("--per-op", "--benchmark-min-time=6x", "--scope=deinit")
     tools("benchmark", *flags, f"--benchmark-out={out}", partly)
     names = {row["name"] for row in json.loads(out.read_text())["benchmarks"]}
     ran = tools("benchmark", *flags, "--top=1", f"--baseline={out}", "--benchmark-format=json", partly)
@@ -154,16 +154,30 @@ def test_top_hides_no_row_from_the_baseline_and_its_gate(partly, tools):
 
 
 def test_a_scope_restricts_what_is_measured(partly, tools):
-    arguments = ("--per-op", "--replay-scope=deinit", "--benchmark-min-time=1x", "--benchmark-format=json")
+    arguments = ("--per-op", "--scope=deinit", "--benchmark-min-time=1x", "--benchmark-format=json")
     ran = tools("benchmark", *arguments, partly)
     assert ran.code == 0, "what is refused is elsewhere"
     report = json.loads(ran.out)
     counts = {row["op"]: row["count"] for row in report["benchmarks"]}
     assert counts == {"aten::sin.default": 1, "aten::cos.default": 1}
     assert report["context"]["complete"] is True and report["context"]["distinct_ops"] == 4
-    ran = tools("benchmark", *arguments, "--replay-scope=execute", partly)
+    ran = tools("benchmark", *arguments, "--scope=execute", partly)
     assert ran.code == 1
     assert {row.get("op"): row["count"] for row in json.loads(ran.out)["benchmarks"]}["aten::sin.default"] == 2
+
+
+def test_a_range_of_ordinals_restricts_what_is_measured(partly, tools):
+    flags = ("--per-op", "--benchmark-min-time=1x", "--benchmark-format=json")
+    with replayfmt.open(partly) as capture:
+        cos = next(op.ordinal for op in capture.ops if op.kernel.name == "aten::cos")
+    ran = tools("benchmark", *flags, f"--ops={cos}:", partly)
+    assert ran.code == 0
+    assert [row["op"] for row in json.loads(ran.out)["benchmarks"]] == ["aten::cos.default"]
+    sines = json.loads(tools("benchmark", *flags, f"--ops=:{cos}", "--kernel=aten::sin", partly).out)["benchmarks"]
+    assert [(row["op"], row["count"]) for row in sines] == [("aten::sin.default", 2)]
+    ran = tools("benchmark", *flags, f"--ops={cos + 1}:", partly)
+    assert ran.code == 2 and f"no op in --ops={cos + 1}:" in ran.err
+    assert tools("benchmark", "--ops=0:1", partly).code == 2
 
 
 @pytest.mark.slow

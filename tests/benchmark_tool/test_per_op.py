@@ -183,7 +183,7 @@ def test_a_filter_and_a_limit_choose_and_the_totals_say_so(captured, tools):
     ran = tools(
         "benchmark",
         "--per-op",
-        "--op-filter=aten::*m*",
+        "--kernel=aten::*m*",
         "--op-limit=2",
         "--benchmark-min-time=2x",
         "--benchmark-format=json",
@@ -204,7 +204,7 @@ def test_a_filter_and_a_limit_choose_and_the_totals_say_so(captured, tools):
 
 
 def test_the_console_has_each_op_once_by_share_then_totals(captured, tools):
-    ran = tools("benchmark", "--per-op", "--verbose", "--op-filter=aten::mm*", "--benchmark-min-time=2x", captured)
+    ran = tools("benchmark", "--per-op", "--verbose", "--kernel=aten::mm*", "--benchmark-min-time=2x", captured)
     assert ran.code == 0
     noted = ran.err.splitlines()
     assert noted[0].startswith("[1/2] ok") and "aten::mm.default(float32[8,48], float32[48,48])" in noted[0]
@@ -278,16 +278,16 @@ def test_stop_on_error_measures_nothing_after_it(broken, tools):
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
-        (("--op-filter=x",), "--op-filter needs --per-op"),
+        (("--kernel=x",), "--kernel needs --per-op"),
         (("--verbose",), "--verbose needs --per-op"),
         (("--top=3",), "--top needs --per-op"),
         (("--group-by=kernel",), "--group-by needs --per-op"),
         (("--per-op", "--top=0"), "0 is not in the range"),
         (("--per-op", "--group-by=thread"), "'thread' is not one of"),
-        (("--per-op", "--replay-scope=nowhere"), "--replay-scope=nowhere: "),
-        (("--per-op", "--replay-scope=init", "--op-filter=aten::mm"), "no op in --replay-scope=init of "),
+        (("--per-op", "--scope=nowhere"), "--scope=nowhere: "),
+        (("--per-op", "--scope=init", "--kernel=aten::mm"), "no op in --scope=init of "),
         (("--per-op", "--benchmark-repetitions=2"), "--benchmark-repetitions is for whole replays"),
-        (("--per-op", "--op-filter=nothing::*"), "no op of "),
+        (("--per-op", "--kernel=nothing::*"), "no op of "),
     ],
 )
 def test_flags_that_do_not_fit_are_wrong_usage(captured, tools, flags, names):
@@ -319,7 +319,7 @@ def test_a_slice_gives_every_op_what_it_was_captured_with(dropout):
 
 
 def test_only_what_is_chosen_and_what_it_needs_is_run(broken, tools):
-    ran = tools("benchmark", "--per-op", "--op-filter=aten::add", "--benchmark-min-time=2x", broken)
+    ran = tools("benchmark", "--per-op", "--kernel=aten::add", "--benchmark-min-time=2x", broken)
     assert ran.code == 0
     assert "attempted 1 = 1 successful + 0 failed; refused 0" in ran.out
     assert "the capture holds nothing to compare the chosen ops with" in ran.out
@@ -344,10 +344,10 @@ def test_a_filtered_measurement_is_verified_by_the_chosen_ops_alone(tmp_path, to
     with replayfmt.capture(path):  # only what is alive at the end has digests
         kept = torch.ones(3).exp()
         torch.ones(3).sin()
-    ran = tools("benchmark", "--per-op", "--op-filter=aten::sin", "--benchmark-min-time=2x", path)
+    ran = tools("benchmark", "--per-op", "--kernel=aten::sin", "--benchmark-min-time=2x", path)
     assert ran.code == 0
     assert "not verified: the capture holds nothing to compare the chosen ops with (digests=live)" in ran.out
-    ran = tools("benchmark", "--per-op", "--op-filter=aten::exp", "--benchmark-min-time=2x", path)
+    ran = tools("benchmark", "--per-op", "--kernel=aten::exp", "--benchmark-min-time=2x", path)
     assert ran.code == 0
     assert "the part that ran: bitwise" in ran.out and "1 digest" in ran.out and kept.shape == (3,)
 
@@ -384,7 +384,7 @@ def test_what_is_unsupported_in_a_capture_is_counted_with_its_device_time(tmp_pa
     }
     assert context["captured_device_us"] == 100 and context["measured_captured_device_us"] == 18
     # What no replay does is an operator of another name: it was not asked for.
-    ran = tools("benchmark", "--per-op", "--op-filter=aten::relu", "--benchmark-min-time=2x", path)
+    ran = tools("benchmark", "--per-op", "--kernel=aten::relu", "--benchmark-min-time=2x", path)
     assert ran.code == 0
     assert "all calls are included" in ran.out
     assert re.search(r"^run on +cpu; torch [^,]+, \d+ threads?; \d+ CPUs?$", ran.out, re.MULTILINE)

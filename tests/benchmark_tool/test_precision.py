@@ -196,11 +196,11 @@ def test_an_op_without_a_measurement_is_listed_as_unmeasurable_and_is_in_no_sum(
     from replayfmt.benchmark.per_op import measuring
 
     monkeypatch.setattr(measuring, "why_unmeasurable", lambda times, step, *, noise: "noise: made up")
-    ran = tools("benchmark", captured, "--per-op", "--op-filter=aten::tanh", "--benchmark-min-time=3x")
+    ran = tools("benchmark", captured, "--per-op", "--kernel=aten::tanh", "--benchmark-min-time=3x")
     assert ran.code == 0
     assert "unmeasurable" in ran.out and "noise: made up" in ran.out
     assert "sum: not measured: no call has a time (3 unmeasurable)" in ran.out
-    flags = ["--per-op", "--op-filter=aten::tanh", "--benchmark-min-time=3x", "--benchmark-format=json"]
+    flags = ["--per-op", "--kernel=aten::tanh", "--benchmark-min-time=3x", "--benchmark-format=json"]
     document = json.loads(tools("benchmark", captured, *flags).out)
     assert document["context"]["estimated_us"] is None
     (row,) = document["benchmarks"]

@@ -98,5 +98,5 @@ def test_what_the_processes_cannot_do_is_said(tools, captured, tmp_path, monkeyp
     ran = tools("benchmark", "--processes=2", "--per-op", captured)
     assert ran.code == 2 and "--processes does not go with" in ran.err
     monkeypatch.delenv("WORLD_SIZE")
-    ran = tools("benchmark", "--processes=2", "--replay-scope=nowhere", captured)
+    ran = tools("benchmark", "--processes=2", "--scope=nowhere", captured)
     assert ran.code == 1 and "a measurement in a fresh process failed: " in ran.err and "nowhere" in ran.err

@@ -131,7 +131,7 @@ def program(tmp_path):
 def test_the_tool_measures_all_of_them(tools, program, monkeypatch):
     monkeypatch.setattr("replayfmt.benchmark.measure.largest_cache", lambda _root: 1 << 16)
     capture, script = program
-    flags = ["--reconcile", "--benchmark-min-time=6x", "--replay-scope=step", "--program-runs=1"]
+    flags = ["--reconcile", "--benchmark-min-time=6x", "--scope=step", "--program-runs=1"]
     ran = tools("benchmark", capture, *flags, f"--program={script} 2", "--benchmark-format=json")
     assert ran.code == 0
     section = json.loads(ran.out)["reconciliation"]
@@ -150,7 +150,7 @@ def test_a_program_that_fails_or_has_no_such_scope_is_one_line(tools, program):
     flags = ["--reconcile", "--benchmark-min-time=1x", "--program-runs=1"]
     ran = tools("benchmark", capture, *flags, f"--program={script} none")
     assert ran.code == 1 and "it ended with exit code 1: ValueError: invalid literal for int()" in ran.err
-    ran = tools("benchmark", capture, *flags, "--replay-scope=step", f"--program={script} 0")
+    ran = tools("benchmark", capture, *flags, "--scope=step", f"--program={script} 0")
     assert ran.code == 1 and "it never entered a scope 'step', so its time is not known" in ran.err
     ran = tools("benchmark", capture, *flags, f"--program={sys.executable}.missing")
     assert ran.code == 2 and "expected a Python script" in ran.err
@@ -163,7 +163,7 @@ def test_a_program_that_fails_or_has_no_such_scope_is_one_line(tools, program):
         (["--program-runs=2"], "--program-runs needs --reconcile"),
         (["--reconcile", "--program-runs=2"], "--program-runs needs --program"),
         (["--reconcile", "--per-op"], "--per-op does not go with --reconcile"),
-        (["--reconcile", "--replay-scope=step", "--replay-scope=forward"], "takes one --replay-scope"),
+        (["--reconcile", "--scope=step", "--scope=forward"], "takes one --scope"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(tools, captured, flags, words):

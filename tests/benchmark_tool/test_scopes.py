@@ -1,4 +1,4 @@
-"""What --replay-scope=NAME selects, from records alone."""
+"""What --scope=NAME selects, from records alone."""
 
 import pytest
 

@@ -52,7 +52,7 @@ def test_what_a_call_did_before_it_raised_is_not_known(tmp_path, tools):
     path, out = tmp_path / "raises.opreplay", tmp_path / "per_op.json"
     with replayfmt.capture(path), pytest.raises(RuntimeError):
         torch.mm(f32(2, 3), f32(4, 5))
-    flags = ("--per-op", "--roofline", "--peak-flops=1T", "--peak-bandwidth=1T", "--op-filter=aten::mm")
+    flags = ("--per-op", "--roofline", "--peak-flops=1T", "--peak-bandwidth=1T", "--kernel=aten::mm")
     assert tools("benchmark", *flags, "--benchmark-min-time=2x", f"--benchmark-out={out}", path).code == 0
     (row,) = json.loads(out.read_text())["benchmarks"]
     assert row["flops"] is row["bytes_read"] is row["bytes_written"] is None and "bound" not in row

@@ -11,6 +11,7 @@ import tarfile
 import tomllib
 import zipfile
 from email.parser import Parser
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from .test_wheel import ROOT, run
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 GITHUB = ROOT / ".github"
+INSTALLED = {re.sub(r"[-_.]+", "-", each.name).lower() for each in metadata.distributions()}
 GATE = GITHUB / "actions/benchmark-gate/action.yml"
 
 
@@ -64,6 +66,43 @@ def test_the_page_of_the_index_has_links_that_hold_there(distributions: Path) ->
 def test_reading_a_capture_asks_for_no_pytorch_to_be_installed() -> None:
     assert not [each for each in PROJECT["dependencies"] if each.startswith("torch")]
     assert PROJECT["optional-dependencies"]["torch"] == ["torch>=2.11"]
+
+
+def test_readers_need_nothing_that_is_not_installed_with_them(tmp_path: Path) -> None:
+    """Dump, check, trim and report, where nothing but the dependencies and what those need can be imported."""
+    allowed, wanted = set(), [re.split(r"[^\w.-]", each)[0] for each in PROJECT["dependencies"]]
+    while wanted:
+        name = re.sub(r"[-_.]+", "-", wanted.pop()).lower()
+        if name not in allowed:
+            allowed.add(name)
+            needed = (metadata.requires(name) or []) if name in INSTALLED else []
+            wanted += [re.split(r"[^\w.-]", each)[0] for each in needed if "extra ==" not in each]
+    hidden = [
+        package
+        for package, distributions in metadata.packages_distributions().items()
+        if package not in ("replayfmt", "opreplay", "opreplay_tools", "_distutils_hack")
+        and not {re.sub(r"[-_.]+", "-", each).lower() for each in distributions} & (allowed | {"opreplay"})
+    ]
+    assert {"torch", "pandas", "matplotlib", "transformers"} <= set(hidden)
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({hidden!r}))\n")
+    capture = ROOT / "tests/golden/step-1.0.opreplay"
+    for tool in (
+        ("dump", "--format=jsonl", capture),
+        ("dump", "--findings", capture),
+        ("dump", "--jq=.kind", capture),
+        ("check", capture),
+        ("trim", "--payload=none", capture, "trimmed.opreplay"),
+        ("report", "-o", "page.html", capture),
+    ):
+        path = f"{tmp_path}{os.pathsep}{ROOT}"
+        done = subprocess.run(
+            [sys.executable, "-m", "replayfmt", *map(str, tool)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, (tool, done.stderr)
 
 
 def test_the_distributions_name_can_be_imported(tmp_path: Path) -> None:

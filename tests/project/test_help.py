@@ -90,8 +90,8 @@ def test_wrong_usage_is_one_line_with_a_status(
 @pytest.mark.parametrize(
     ("name", "given", "own"),
     [
-        ("benchmark", "--scope=execute", "--replay-scope"),
-        ("benchmark", "--kernel=aten::mm", "--op-filter"),
+        ("benchmark", "--replay-scope=execute", "--scope"),
+        ("benchmark", "--op-filter=aten::mm", "--kernel"),
         ("dump", "--replay-scope=execute", "--scope"),
         ("trim", "--op-filter=aten::mm", "--kernel"),
     ],

@@ -312,7 +312,7 @@ def test_all_ranks_are_measured_together(copy: Path) -> None:
 
 def test_the_ops_of_one_capture_are_shared_out_and_rank_0_has_the_times_of_all(job: Path, tmp_path: Path) -> None:
     flags = ("--per-op", "--roofline", "--peak-flops=1G", "--peak-bandwidth=1G", "--benchmark-min-time=2x")
-    flags += ("--collectives=none", "--op-filter=aten::*", "--op-limit=5", "--benchmark-out=ops.json")
+    flags += ("--collectives=none", "--kernel=aten::*", "--op-limit=5", "--benchmark-out=ops.json")
     launched = launching.launch(tmp_path, launching.BIN / "opreplay-benchmark", *flags, job / "out/rank1.opreplay")
     assert [code for code, _text in launched] == [0, 0], launched
     assert launched[0][1] and not launched[1][1]

@@ -52,7 +52,7 @@ def test_the_most_expensive_kernel_is_named_with_its_share_and_shapes(tmp_path: 
     finding = found_in(captured(tmp_path, program))["most_expensive_kernel"]
     assert finding.figures["kernel"] == "aten::mm.default" and finding.figures["calls"] == 6
     assert "float32[700,700]" in finding.figures["signature"] and finding.figures["share"] > 0.3
-    assert "--op-filter=aten::mm.default" in finding.command
+    assert "--kernel=aten::mm.default" in finding.command
 
 
 def test_the_memory_peak_says_where_it_is_and_who_made_it(tmp_path: Path) -> None:

@@ -300,10 +300,10 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path, tools: Tools) -> None:
         ("run", runs),
         ("run", "--format=jsonl", runs),
         ("benchmark", "--benchmark-min-time=1x", runs),
-        ("benchmark", "--benchmark-min-time=1x", f"--replay-scope={hostile}", runs),
+        ("benchmark", "--benchmark-min-time=1x", f"--scope={hostile}", runs),
         ("benchmark", "--per-op", "--benchmark-min-time=1x", "--verbose", runs),
         *(
-            ("benchmark", "--benchmark-min-time=1x", f"--benchmark-format={form}", f"--replay-scope={hostile}", runs)
+            ("benchmark", "--benchmark-min-time=1x", f"--benchmark-format={form}", f"--scope={hostile}", runs)
             for form in ("json", "csv")
         ),
         *(

@@ -69,7 +69,7 @@ def test_a_generated_kernel_is_replaced_and_measured(compiled: Served, tmp_path:
         "--per-op",
         "--benchmark-min-time=3x",
         "--allow-code",
-        f"--op-filter={name}",
+        f"--kernel={name}",
         VLLM,
         compiled.capture,
     )

@@ -190,7 +190,7 @@ def flag(kernels: Kernels) -> str:
 
 def test_the_table_has_a_line_for_everything_compared(captured: Captured, flag: str, tool: Tool) -> None:
     code, out, _err = tool(
-        "benchmark", "--compare", flag, "--replay-scope=execute", "--benchmark-min-time=7x", captured(program)
+        "benchmark", "--compare", flag, "--scope=execute", "--benchmark-min-time=7x", captured(program)
     )
     assert code == 0
     lines = out.splitlines()

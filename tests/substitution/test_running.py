@@ -379,7 +379,7 @@ def test_a_compiled_function_can_be_a_replacement(captured: Captured, kernels: K
     code, out, err = tool("run", f"--replay-kernel-substitution=aten::mm={file}", path)
     assert (code, err) == (0, "") and "each checked against the original kernel" in out
     flag = f"--replay-kernel-substitution=aten::mm={file}"
-    code, out, _err = tool("benchmark", "--per-op", "--op-filter=aten::mm", "--benchmark-min-time=1x", flag, path)
+    code, out, _err = tool("benchmark", "--per-op", "--kernel=aten::mm", "--benchmark-min-time=1x", flag, path)
     assert code == 0 and "attempted 2 = 2 successful + 0 failed" in out
 
 

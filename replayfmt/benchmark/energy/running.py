@@ -289,7 +289,7 @@ def _time(words: list[str], scope: str) -> float:
     if not passes:
         raise ReplayFailed(
             f"{FLAG}={shlex.join(words)}: it never entered a scope {scope!r}, so its time is not known; without "
-            "--replay-scope that of the whole script is measured"
+            "--scope that of the whole script is measured"
         )
     return float(nanoseconds)
 

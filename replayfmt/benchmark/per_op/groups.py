@@ -112,13 +112,14 @@ def select_ops(
     limit: int | None = None,
     every: bool = False,
     scopes: tuple[str, ...] = (),
+    ops: tuple[int, int | None] | None = None,
     progress: Callable[[str, int, int | None], None],
 ) -> SelectedOps:
     """Group a capture's ops, in order of first appearance.
 
-    `pattern` is a shell pattern for operator names, with or without overload; `scopes` are names or full paths, and ops
-    outside them are left out; `limit` takes only the first groups; with `every`, each op is a separate group. Raises
-    UsageError if nothing is left.
+    `pattern` is a shell pattern for operator names, with or without overload; `scopes` are names or full paths, `ops` a
+    range of ordinals, and ops outside them are left out; `limit` takes only the first groups; with `every`, each op is
+    a separate group. Raises UsageError if nothing is left.
     """
     inside = scopes_inside(reader, scopes) if scopes else None
     seen: set[str | int] = set()
@@ -126,20 +127,22 @@ def select_ops(
     taken: dict[int, OpGroup] = {}  # by first ordinal
     by_ordinal: dict[int, OpGroup] = {}
     unsupported = UnsupportedWork()
-    matched = ops = unsupported_device_ns = 0
+    matched = count = unsupported_device_ns = 0
+    start, stop = ops or (0, None)
     for record in reader.records():
         if not record.ordinal & 0x3FFF:
             progress("reading ops", record.ordinal, reader.record_count)
         if record.kind not in (RecordKind.op, RecordKind.unsupported):
             continue
         outside = inside is not None and record.scope not in inside
+        outside |= record.ordinal < start or (stop is not None and record.ordinal >= stop)
         if record.kind is RecordKind.unsupported:
             if not outside:
                 unsupported_device_ns += (record.device_duration_ns or 0) * record.calls
                 if pattern is None or fnmatchcase(str(record.argument("op")), pattern):
                     unsupported.add(record)
             continue
-        ops += 1
+        count += 1
         signature = str(signature_of(record, reader, values=True))
         key = record.ordinal if every else signature
         seen.add(key)
@@ -158,18 +161,21 @@ def select_ops(
             by_ordinal[record.ordinal] = group
     if not seen:
         raise UsageError(f"{reader.path}: there is no op in it to measure")
-    within = f"in {', '.join(f'--replay-scope={name}' for name in scopes)} of {reader.path}" if scopes else reader.path
+    asked = [f"--scope={name}" for name in scopes]
+    if ops is not None:
+        asked.append(f"--ops={start}:{'' if stop is None else stop}")
+    within = f"in {', '.join(asked)} of {reader.path}" if asked else reader.path
     if not groups:
         raise UsageError(f"there is no op {within}")
     if not matched:
         in_bodies = only_inside(reader, lambda name: fnmatchcase(name, str(pattern)))
         raise UsageError(
-            f"--op-filter={pattern}: no op {within if scopes else f'of {within}'} has such a name"
+            f"--kernel={pattern}: no op {within if asked else f'of {within}'} has such a name"
             + (f"; {in_bodies}" if in_bodies else "")
         )
     device_ns = unsupported_device_ns + sum(group.device_ns for group in groups.values())
     return SelectedOps(
-        list(taken.values()), by_ordinal, len(seen), matched, len(by_ordinal) == ops, unsupported, device_ns
+        list(taken.values()), by_ordinal, len(seen), matched, len(by_ordinal) == count, unsupported, device_ns
     )
 
 

@@ -320,6 +320,7 @@ def measure_ops(
         limit=options.limit,
         every=options.every,
         scopes=options.scopes,
+        ops=options.ops,
         progress=progress,
     )
     measurement = _OpMeasurement(plan, options, chosen, clock or Clock(), progress, on_measured, make_sampler, ranks)

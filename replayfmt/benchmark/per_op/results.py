@@ -46,6 +46,7 @@ class OpOptions:
     precision: Precision | None = None
     inputs: Inputs | None = None
     cuda_graph: bool = False
+    ops: tuple[int, int | None] | None = None
 
     def __post_init__(self) -> None:
         if self.cuda_graph and self.inputs == "cold":
