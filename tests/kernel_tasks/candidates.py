@@ -278,6 +278,16 @@ HONEST: dict[str, dict[str, str]] = {
         + "    return (self.double() * beta + alpha * torch.mm(mat1.double(), mat2.double())).float()",
         "one product after the other": ADDMM + "    out = self * beta + torch.zeros(mat1.shape[0], mat2.shape[1])\n"
         "    for k in range(mat1.shape[1]): out += alpha * mat1[:, k, None] * mat2[k]\n    return out",
+        "by vmap": ADDMM
+        + "    return torch.vmap(lambda row: (row[:, None] * mat2).sum(0))(mat1) * alpha + self * beta",
+        "in two threads that it waits for": "from concurrent.futures import ThreadPoolExecutor\n"
+        "POOL = ThreadPoolExecutor(2)\n" + ADDMM + "    k = mat1.shape[1] // 2\n"
+        "    parts = POOL.map(lambda at: torch.mm(mat1[:, at], mat2[at]), (slice(k), slice(k, None)))\n"
+        "    return sum(parts) * alpha + self * beta",
+        "with memory of its own that it keeps": "ROOM = {}\n"
+        + ADDMM
+        + "    room = ROOM.setdefault((len(mat1), mat2.shape[1]), torch.empty(len(mat1), mat2.shape[1]))\n"
+        "    return torch.mm(mat1, mat2, out=room) * alpha + self * beta",
         "batched": ADDMM + "    return torch.bmm(mat1[None], mat2[None])[0] * alpha + self * beta",
     },
     "softmax": {

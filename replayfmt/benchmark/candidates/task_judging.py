@@ -133,8 +133,9 @@ class State:
             "working directory": os.getcwd(),
         }
         found |= {"a tracer": sys.gettrace(), "a profiler": sys.getprofile()}
-        # PyTorch's own operators may not get other kernels: the original would compute, or take, something else.
-        kernels = sorted(each for each in torch.library._impls if each.startswith("aten/"))
+        # PyTorch's own operators may not get other kernels: the original would compute, or take, something else. Those
+        # for transforms, which PyTorch adds when one is first used, are not the original's.
+        kernels = sorted(each for each in torch.library._impls if re.match(r"aten/.*/(?!FuncTorch)", each))
         found |= {"kernels of PyTorch's operators": kernels}
         if "numpy" in sys.modules:
             numbers = importlib.import_module("numpy.random")
@@ -240,7 +241,7 @@ class Judge:
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         """Python calls this before some actions. What a candidate may not do is told at once, and it is refused."""
-        if not self.armed:
+        if not self.armed or "reads the task" in self.task.options.allow:
             return
         found = ""
         if event == "open" and isinstance(args[0], str | bytes):
