@@ -236,17 +236,23 @@ class Report:
         return {"json": self.json, "jsonl": self.json_lines, "csv": self.csv, "markdown": self.markdown}[form]()
 
     def markdown(self) -> str:
-        """A table of the rows' medians; with a baseline also the ones before, the ratios and the verdicts."""
+        """A table of the rows' medians; with a baseline also the ones before, the ratios and the verdicts. With --top
+        only of the first ones, of those that were not measured, and of those that are slower."""
         paired = {row["name"]: row for row in self.sections.get("baseline", {}).get("rows", [])}
         head = ("what", "median", "at least", "at most", *(("before", "ratio", "verdict") if paired else ()))
         lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
+        left = self.context.get("top") or len(self.rows)
         for row in self.rows:
             if row.get("run_type") == "aggregate" or row.get("repetition_index", 0):
                 continue
+            found = paired.get(row["name"])
+            if row.get("median_real_time") is not None:
+                left -= 1
+                if left < 0 and (found is None or found["verdict"] != "slower"):
+                    continue
             times = (row.get(f"median_real_time{end}") for end in ("", "_low", "_high"))
             cells = [_as_code(row["name"]), *(duration(each) for each in times)]
             if paired:
-                found = paired.get(row["name"])
                 ratio = None if found is None else found["ratio"]
                 cells.append("-" if found is None else duration(found["before"]["value"]))
                 cells.append("-" if ratio is None else f"{ratio:.3f}")

@@ -87,6 +87,7 @@ def test_markdown_is_a_table_for_a_pull_request(bench, tools, captured, tmp_path
     per_op = ["--per-op", "--benchmark-min-time=3x", "--op-limit=2", "--benchmark-format=markdown"]
     plain = tools("benchmark", captured, *per_op).out.splitlines()
     assert plain[0] == "| what | median | at least | at most |" and len(plain) == 4
+    assert len(tools("benchmark", captured, *per_op, "--top=1").out.splitlines()) == 3
     for flag in ("--memory", "--reconcile"):
         assert bench(captured, flag, "--benchmark-format=markdown").code == 2
 
