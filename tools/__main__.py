@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from difflib import get_close_matches
 from importlib import import_module
+from typing import Any
 
 import click
 from click.shell_completion import get_completion_class
@@ -37,6 +39,13 @@ class _Tools(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         module = TOOLS.get(name)
         return None if module is None else import_module(f".{module}", __package__).cli  # type: ignore[no-any-return]
+
+    def resolve_command(self, context: click.Context, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(context, args)
+        except click.UsageError as error:
+            meant = get_close_matches(args[0], TOOLS, 1)
+            raise click.UsageError(f"{error.message}{''.join(f' Did you mean {each!r}?' for each in meant)}") from None
 
 
 def _complete(context: click.Context, _parameter: click.Parameter, shell: str | None) -> None:

@@ -107,6 +107,22 @@ def test_a_selection_has_one_name_in_all_tools(name: str, given: str, own: str) 
     assert given.partition("=")[0] not in {long_name(each) for each in options(command)}
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (("dmup", "x"), "dump"),
+        (("dump", "--scpoe=execute", "x"), "--scope"),
+        (("run", "--kernel-substitution=aten::mm=a.py", "x"), "--replay-kernel-substitution"),
+        (("benchmark", "--scopes=execute", "x"), "--scope"),
+        (("trim", "--kernels=aten::mm", "x", "y"), "--kernel"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_refused_with_the_right_one(given: tuple[str, ...], meant: str) -> None:
+    command = [sys.executable, "-m", "opreplay_tools", *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and f"'{meant}'" in done.stderr
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_format_that_another_tool_writes_is_refused_with_the_command(form: str, tools: Tools) -> None:
     for name in ("dump", "run", "compare", "export"):
