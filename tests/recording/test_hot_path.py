@@ -613,6 +613,24 @@ def test_memory_that_others_may_write_takes_it_until_they_do(capture: Capture, c
     assert [record.args[-1] for record in imported].count("outside_write") == 5
 
 
+@pytest.mark.skipif(WATCHED_IN_PYTHON, reason="watched memory takes the complete path there")
+def test_the_first_use_of_memory_that_was_read_as_an_array_takes_it(capture: Capture, cold: list[str]) -> None:
+    taken: list[list[str]] = []
+
+    def program() -> list[Any]:
+        kept = []
+        for _ in range(4):
+            x = torch.ones(16) + 1
+            window = x.numpy()
+            cold.clear()
+            kept.append((x.detach() * 2, window))
+            taken.append(list(cold))
+        return kept
+
+    capture(program).replays()
+    assert taken[-1] == []
+
+
 def test_a_write_from_outside_between_two_ops_of_which_one_wrote_is_seen(capture: Capture) -> None:
     def program() -> torch.Tensor:
         x = torch.zeros(1000) + 0

@@ -315,6 +315,7 @@ class Storages:
         self.watch(tracker, windowed=windowed)
         if tracker.known_content() is None:  # else they may have written to it before
             self.synchronize(tracker, storage)
+        tracker.offer()
 
     def content_now(self, tracker: Tracker, storage: torch.UntypedStorage) -> int:
         """A number that identifies the content of a storage."""
