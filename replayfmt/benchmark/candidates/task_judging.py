@@ -550,7 +550,11 @@ class CaseJudge:
                 spent = time.perf_counter() - began
                 last = rounds + 1 >= _LEAST_ROUNDS and (spent > options.min_time_s or rounds + 1 >= _MOST_ROUNDS)
                 if self._judges and (last or chance.random() < _JUDGED):
-                    found = Outcome(values=leaves(returned), after=[memory.read() for memory in memories])
+                    # At once: what still works on them has been too late.
+                    values = [each.clone() if type(each) is torch.Tensor else each for each in leaves(returned)]
+                    found = Outcome(values=values, after=[memory.read() for memory in memories])
+                    if self._judge.runs_on():
+                        raise Fault("late work", "a thread that it started in a timed call still runs")
                     self._timed_rightly(reference, variants[inputs.now], inputs.contents(repeat - 1), found)
             rounds += 1
         return {
