@@ -39,7 +39,8 @@ class Root:
     doubtful: bool = False  # behind a place where the alignment is not certain
     value: tuple[int, int] | None = None  # of an input
     block: Block | None = None
-    # Of a block: the values of a that differ when they leave it, and the observations of them and theirs; -1 for none.
+    # Of a block: the values of a that are not known to be equal when they leave it, and the observations of them and
+    # theirs; -1 for none.
     leaving: tuple[tuple[int, int, int], ...] = ()
 
 
@@ -60,7 +61,7 @@ class Divergence:
     consequence_of: dict[int, int] = field(default_factory=dict)
     alone: list[int] = field(default_factory=list)  # blocks of which nothing is known to be equal
     aside: list[int] = field(default_factory=list)  # blocks of one capture alone that nothing else depends on
-    inherited: list[Root] = field(default_factory=list)  # blocks that differ and read what differs
+    inherited: list[Root] = field(default_factory=list)  # blocks that differ and may have read what differs
 
     @property
     def different(self) -> int:
@@ -108,6 +109,7 @@ class _Finding:
                 roots.append((op, Root(kind, (op,), (other,), by_op[op], doubtful)))
             elif self.inputs[op] == NOT_KNOWN:
                 found.unknown.append(op)
+        found.unknown += self._changed_and_not_compared()
         roots += self._differing_inputs()
         roots += self._differing_blocks(found)
         found.roots = [root for _op, root in sorted(roots, key=lambda each: (each[1].doubtful, each[0]))]
@@ -199,6 +201,28 @@ class _Finding:
         }
         return state, kept
 
+    def _changed_and_not_compared(self) -> list[int]:
+        """Ops of a that give the program something of which nothing is known, from ops that are called differently."""
+        a = self.a
+        changed = (self.alignment.partner_of_a >= 0) & ~self.alignment.exact & (self.results == NOT_KNOWN)
+        if not changed.any():
+            return []
+        writing = np.diff(a.write_first) > 0
+        used = np.zeros(len(a.value_op), bool)
+        used[a.read_value[np.repeat(writing, np.diff(a.read_first))]] = True
+        suspect, found = np.zeros(len(a.value_op), bool), []
+        for op in np.flatnonzero(writing & (self.results == NOT_KNOWN)).tolist():
+            reads = a.read_value[a.read_first[op] : a.read_first[op + 1]]
+            states = self.reads.get(op)
+            if not changed[op] and not (suspect[reads] & (states != EQUAL if states is not None else False)).any():
+                continue
+            written = a.writes[a.write_first[op] : a.write_first[op + 1]]
+            suspect[written] = True
+            largest = written[a.value_bytes[written] == a.value_bytes[written].max()]  # not what it returns besides
+            if not used[largest].any():
+                found.append(op)
+        return found
+
     def _random_differs(self) -> np.ndarray:
         partner = self.alignment.partner_of_a
         other = self.b.randomness[np.maximum(partner, 0)] if self.b.ops else np.zeros(len(partner), np.uint64)
@@ -251,9 +275,9 @@ class _Finding:
                 first = ops[0] if ops else min((op for op, _place in uses), default=a.ops - 1)
                 doubtful = self._behind_doubt(first, others)
                 leaving = tuple(
-                    (pair[0], *self._shown(pair, reads.get(pair, [])))
+                    (pair[0], *(self._shown(pair, reads.get(pair, [])) if DIFFERENT in states[pair] else (-1, -1)))
                     for pair in block.outputs
-                    if DIFFERENT in states[pair]
+                    if states[pair] != [EQUAL] * len(states[pair])
                 )
                 root = Root("block", ops, others, None, doubtful, block=block, leaving=leaving)
                 if equal:
@@ -283,8 +307,8 @@ class _Finding:
         return roots
 
     def _aside(self, trace: Trace, blocks: dict[int, list[int]]) -> list[int]:
-        """Those of the blocks, by the ops that write, that only look at what both captures compute, like a log: they
-        write memory of their own that no other op reads or writes and that is gone when the capture ends. What follows
+        """Those of the blocks, by the ops that write, that only look at what both captures compute, like a log: the
+        host reads what they write, and no other op, and all of that memory is gone when the capture ends. What follows
         the last op of both captures may be the rest of a run that the other did not go on with."""
         partners = self.alignment.partner_of_a if trace is self.a else self.alignment.partner_of_b
         paired = np.flatnonzero((partners >= 0) & (np.diff(trace.write_first) > 0))
@@ -298,7 +322,8 @@ class _Finding:
         found = []
         for number, ops in blocks.items():
             values = np.concatenate([trace.writes[trace.write_first[op] : trace.write_first[op + 1]] for op in ops])
-            if ops[-1] < last and trace.value_released[values].all() and not shared[trace.value_storage[values]].any():
+            own = trace.value_released[values].all() and not shared[trace.value_storage[values]].any()
+            if own and ops[-1] < last and trace.value_read_by_host[values].any():
                 found.append(number)
         return found
 

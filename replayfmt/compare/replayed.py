@@ -36,7 +36,7 @@ from replayfmt.replay.run.steps import IsolatedOp
 
 from .chained import Chain
 from .distances import FLOATS, Tolerance
-from .divergence import EQUAL, Root, trace_consequences
+from .divergence import EQUAL, NOT_KNOWN, Root, trace_consequences
 from .results import Comparison, digest_of, dtype_of, observed_distance
 from .trace import SCALAR, Hashed, Side, Trace, read_trace, written_slots
 
@@ -173,7 +173,7 @@ def explain(made: Comparison, options: Mapping[str, Any], on_progress: Progress)
     found, alignment = made.divergence, made.alignment
     spreads, errors = _spreads(made, options, on_progress)
     blamed: dict[int, tuple[int, int]] = {}
-    unknown: list[int] = []
+    unknown = [op for op in found.unknown if found.results[op] == NOT_KNOWN]
     kept: list[tuple[int, int]] = []
     for one, other in found.observed:
         op = int(made.a.trace.observed_op[one])
@@ -193,21 +193,27 @@ def explain(made: Comparison, options: Mapping[str, Any], on_progress: Progress)
         Root("op" if alignment.exact[op] else "arguments", (op,), (int(alignment.partner_of_a[op]),), pair, op >= limit)
         for op, pair in blamed.items()
     ]
-    begun = {id(root): _block_is_explained(made, root, errors) for root in found.roots if root.kind == "block"}
-    inherited = [(root, _block_is_explained(made, root, errors)) for root in found.inherited]
-    within = sum(verdict is True for verdict in (*begun.values(), *(verdict for _root, verdict in inherited)))
+    begun = [root for root in found.roots if root.kind == "block"]
+    blocks = [(root, _block_is_explained(made, root, errors)) for root in (*begun, *found.inherited)]
+    within = sum(verdict is True for _root, verdict in blocks)
     if within:
         made.notes.append(
             f"what leaves {counted(within, 'group')} of ops that stand for each other differs by no more than the "
             f"rounding of these ops explains"
         )
-    roots += [root for root in found.roots if root.kind in ("input", "randomness") or not begun.get(id(root), True)]
+    roots += [root for root in found.roots if root.kind in ("input", "randomness")]
+    roots += [root for root, verdict in blocks[: len(begun)] if verdict is False]
     # A block that is off may have inherited that from an earlier root.
-    found.roots = roots + [root for root, verdict in inherited if verdict is False]
+    found.roots = roots + [root for root, verdict in blocks[len(begun) :] if verdict is False]
     reached = trace_consequences(made.a.trace, found)
-    followed = [(root, verdict) for root, verdict in inherited if not _reads_any(made.a.trace, root.a, reached)]
+    found.inherited = [root for root, verdict in blocks[len(begun) :] if not verdict]
+    followed = [
+        (root, verdict) for root, verdict in blocks[len(begun) :] if not _reads_any(made.a.trace, root.a, reached)
+    ]
     roots += [root for root, verdict in followed if verdict is False]
     found.roots = sorted(roots, key=lambda root: (root.doubtful, root.a or root.b))
+    unknown_blocks = [root for root, verdict in (*blocks[: len(begun)], *followed) if verdict is None]
+    found.alone += [alignment.blocks.index(root.block) for root in unknown_blocks if root.block]
     trace_consequences(made.a.trace, found)
     found.unknown = sorted({op for op in unknown if op not in found.consequence_of})
     found.alone += [alignment.blocks.index(root.block) for root, verdict in followed if verdict is None and root.block]
@@ -255,12 +261,15 @@ def _is_read_alike(made: Comparison, one: int, other: int) -> bool | None:
 
 
 def _block_is_explained(made: Comparison, root: Root, errors: Mapping[int, float]) -> bool | None:
-    """Whether what leaves a block is off by no more than its ops in a explain; None where nothing is known of that."""
+    """Whether what leaves a block is off by no more than its ops in a explain; None where nothing is known of that. A
+    block that only reads what is equal is off by more, if all that leaves it is known."""
     verdicts = []
+    otherwise = None if root in made.divergence.inherited else False
     for value, one, other in root.leaving:
         allowed = errors[value] if value in errors else _passed_on(made, value)
         spread = None if allowed is None else {int(made.a.trace.observed_as[one]): allowed}
-        verdicts.append(None if one < 0 else _is_explained(made, one, other, spread))
+        verdict = None if one < 0 else _is_explained(made, one, other, spread)
+        verdicts.append(otherwise if verdict is None and one >= 0 else verdict)
     return False if False in verdicts else None if None in verdicts else True
 
 

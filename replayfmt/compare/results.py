@@ -263,7 +263,7 @@ class Comparison:
     @property
     def outcome(self) -> str:
         found = self.divergence
-        if found.different or found.roots or found.alone:
+        if found.different or found.unknown or found.roots or found.inherited or found.alone:
             return "different"
         return "equal" if found.compared else "structure"
 
@@ -466,7 +466,7 @@ def _why_unnamed(made: Comparison) -> str:
         return "the alignment is doubtful before the first difference"
     if made.divergence.unknown and made.tolerance.auto:
         return "ops whose tolerance cannot be derived have another result"
-    if made.divergence.unknown:
+    if made.divergence.unknown or made.divergence.inherited:
         return "of no op with another result are the inputs known to be equal"
     if made.divergence.alone and not made.divergence.different:
         return "the captures hold ops that have no counterpart"

@@ -106,6 +106,19 @@ def test_what_the_host_reads_behind_other_ops_is_compared(made: Made) -> None:
     assert replayfmt.compare(a, made("intact", lambda: program(True, 2)), tolerance="auto").outcome == "equal"
 
 
+def test_an_op_called_differently_of_which_no_result_is_known_is_not_called_equal(made: Made) -> None:
+    def program(scale: float) -> None:
+        x = torch.arange(12.0)
+        x.mul(scale).add(1)
+        x.sum().item()
+
+    a, b = (made(f"{scale}", lambda scale=scale: program(scale), digests="live") for scale in (1.25, 1.26))
+    for tolerance in ("exact", "auto"):
+        found = replayfmt.compare(a, b, tolerance=tolerance)
+        assert found.outcome == "different" and found.first is None and found.divergence.unknown, found.text
+    assert replayfmt.compare(a, made("again", lambda: program(1.25), digests="live")).outcome == "equal"
+
+
 def test_an_op_that_changes_more_than_rounding_behind_rounding_is_named(made: Made) -> None:
     def program(detour: bool, scale: float) -> None:
         x = torch.linspace(-2, 2, 64).reshape(8, 8)
