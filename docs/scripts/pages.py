@@ -51,7 +51,7 @@ def options(tool: str) -> str:
     with command.make_context(command.name, [], resilient_parsing=True) as context:
         usage = " ".join(piece for piece in command.collect_usage_pieces(context))
         text += [f"`{command.name} {usage}`", ""]
-        for heading, parameters in groups(command.get_params(context)):
+        for heading, parameters in groups(command.get_params(context), command.first):
             text += [f"### {heading}", "", "| option | |", "| --- | --- |"]
             for parameter in parameters:
                 record = parameter.get_help_record(context)

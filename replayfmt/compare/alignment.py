@@ -25,7 +25,7 @@ import numpy as np
 
 from replayfmt.collector import collector_paused
 
-from .trace import UNKNOWN, Trace, U
+from .trace import UNINITIALIZED, UNKNOWN, Trace, U
 
 _NEAR = 48  # unpaired ops that are looked through for one that reads the same values
 _WINDOWS = (48, 192, 768)  # ops of both captures that are aligned where there is none
@@ -140,6 +140,15 @@ class _Side:
         place = np.arange(len(value)) - self.trace.read_first[op]
         first = np.searchsorted(value[order], np.arange(len(self.value_op) + 1))
         return first.tolist(), (op << 16 | np.minimum(place, 0xFFFF))[order].tolist()
+
+    @cached_property
+    def _contents(self) -> np.ndarray:
+        return np.unique(self.trace.value_content)
+
+    def has_content(self, content: int) -> bool:
+        """Whether any value has this content, if it is known."""
+        place = int(np.searchsorted(self._contents, U(content)))
+        return content > UNINITIALIZED and place < len(self._contents) and int(self._contents[place]) == content
 
     def used_by(self, value: int) -> list[int]:
         first, users = self.users
@@ -459,8 +468,16 @@ class _Pairing:
         return len(reads) == len(others) and all(map(self._same_value, reads, others))
 
     def _alike(self, op: int, other: int) -> bool:
-        """Whether both are of one kernel, read the same values, and are used alike."""
-        return self._equal(op, other, loose=True) and self._continues(op, other, steps=1)
+        """Whether both are of one kernel, read the same values, and are used alike; unless what one of them computes is
+        computed by another op of the other capture."""
+        if not (self._equal(op, other, loose=True) and self._continues(op, other, steps=1)):
+            return False
+        a, b = self.a, self.b
+        for value, its in zip(a.written_by(op), b.written_by(other), strict=False):
+            one, two = int(a.trace.value_content[value]), int(b.trace.value_content[its])
+            if one != two and (b.has_content(one) or a.has_content(two)):
+                return False
+        return True
 
     def _beyond(self, i: int, j: int, *, deep: bool = False) -> tuple[int, int] | None:
         """Pair the first ops that certainly belong together again; where to go on. `deep`: also behind many ops without

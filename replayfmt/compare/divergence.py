@@ -331,14 +331,16 @@ class _Finding:
         """Observations of the same of both values: of all of their memory, or as paired ops read them."""
         one, other = int(self.a.value_observed[pair[0]]), int(self.b.value_observed[pair[1]])
         found = [(one, other)]
-        whole = self.a.value_bytes[pair[0]] == self.b.value_bytes[pair[1]]
         for op, place in uses:
             its = int(self.b.read_first[self.alignment.partner_of_a[op]]) + place
             found.append((int(self.a.read_observed[self.a.read_first[op] + place]), int(self.b.read_observed[its])))
         for one, other in found:
-            if min(one, other) >= 0 and (whole or self.a.observed_shape[one] == self.b.observed_shape[other]):
+            # Of other sizes the elements may be in another order: that tells something only if they are the same.
+            if min(one, other) >= 0 and (
+                self.a.observed_shape[one] == self.b.observed_shape[other]
+                or self.a.observed_hash[one] == self.b.observed_hash[other]
+            ):
                 return one, other
-            whole = False
         return -1, -1
 
     def _held(self, value: int, its: int) -> int:

@@ -55,9 +55,8 @@ class NotAvailable(Exception):
 
 
 def library(source: str) -> ctypes.PyDLL:
-    """The library of a source file beside this module (`thread_watch.cpp`). PyTorch is imported only for those that use
-    it. Its functions are called without releasing
-    the GIL. Raises NotAvailable."""
+    """The library of a source file beside this module (`thread_watch.cpp`); PyTorch is imported for those alone that
+    use it. Its functions are called without releasing the GIL. Raises NotAvailable."""
     try:
         name = _name(source)
         found = _loaded(_CARRIED / name)

@@ -133,6 +133,25 @@ def test_a_setting_of_the_replay_is_one_of_the_recorded_capture_and_why_it_is_co
     assert tools("run", "--set=hope=on", a).code == 2
 
 
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ("deterministic=on", "deterministic_debug_mode", 2),
+        ("matmul_precision=medium", "float32_matmul_precision", "medium"),
+        ("tf32=on", "fp32_precision.cuda.matmul", "tf32"),
+    ],
+)
+def test_every_kind_of_setting_reaches_the_replay(
+    tools: Tools, capture: Callable[..., Path], tmp_path: Path, given: str, name: str, value: object
+) -> None:
+    a, b = capture(), tmp_path / "b.opreplay"
+    assert tools("run", f"--set={given}", f"--record={b}", a).code == 0
+    with replayfmt.open(a) as one, replayfmt.open(b) as other:
+        assert one.session.settings[name] != other.session.settings[name] == value
+    isolated = tools("compare", "--isolate", f"--set={given}", a)
+    assert isolated.code == 0 and name in isolated.out
+
+
 def test_a_result_of_another_form_is_an_error_and_leaves_no_file(capture: Callable[..., Path], tmp_path: Path) -> None:
     a, b = tmp_path / "a.opreplay", tmp_path / "b.opreplay"
     with replayfmt.capture(a, payload="none"):  # its content is made up
