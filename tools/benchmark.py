@@ -318,7 +318,7 @@ def run_ranks(
 ) -> int:
     """Measure this rank's file of a folder while the others measure theirs; rank 0 prints. `out`: the values of
     --benchmark-out and --force."""
-    others = (*_OTHER_MEASUREMENTS, "memory", "guard", "benchmark_precision", *_FOR_ONE_PLAN)
+    others = (*_OTHER_MEASUREMENTS, "memory", "guard", "benchmark_precision", "benchmark_max_time", *_FOR_ONE_PLAN)
     refuse(
         context,
         [name for name in others if name != "fail_above"],

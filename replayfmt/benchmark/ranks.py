@@ -106,9 +106,11 @@ class TimedRanks(Together):
 
 def measure_ranks(plan: Plan, ranks: TimedRanks, options: Options, progress: Progress | None) -> Report | None:
     """Measure this rank's plan while the others measure theirs. Returns the report of all on rank 0, None elsewhere."""
-    if options.min_time.iterations is None:
+    iterations = options.min_time.iterations
+    if iterations is None:
         iterations = ranks.agreed_iterations(plan, options.min_time.seconds or 0.0)
-        options = replace(options, min_time=MinTime(iterations=iterations))
+    # Without a precision, which each rank would reach after another number of replays.
+    options = replace(options, min_time=MinTime(iterations=iterations), precision=None)
     run = measure(plan, options, progress=progress, align=ranks.align)
     report = make_report(run, plan)
     in_repetition = options.warmup + len(run.whole.samples[0].real)

@@ -41,7 +41,7 @@ _FOLLOWED = 3  # steps along the data flow that have to be alike behind a pair t
 class Block:
     """Ops of one or both captures without a partner, connected by data flow. `outputs` pairs values of a and b of which
     one or both leave the block: paired ops read them at the same place, memory of both holds them at the end, or the
-    program itself gets them (`_ends`). `unmatched`: the host reads values of both that are not among these."""
+    program itself gets them (`_ends`). `unmatched`: it gets values of both that are not among these."""
 
     a: tuple[int, ...]
     b: tuple[int, ...]
@@ -669,8 +669,8 @@ def _leaving(a: _Side, b: _Side) -> Iterator[tuple[int, int]]:
 def _ends(a: _Side, b: _Side, leaving: set[tuple[int, int]]) -> tuple[list[tuple[int, int]], tuple[set[int], set[int]]]:
     """What ops without a partner compute for the program itself, paired: values that the host reads, and those that no
     op makes anything of. They belong together if they are as long, and of equal content, or from the same values; what
-    is left, in order, if both captures have as many. Also the values of both that are left and that the host reads.
-    `leaving` are pairs already."""
+    is left, in order, if both captures have as many. Also the values of both that are left and that the host reads or
+    that are still there at the end. `leaving` are pairs already."""
     left: tuple[list[int], list[int]] = ([], [])
     for side, values in zip((a, b), left, strict=True):
         known = {pair[side.number] for pair in leaving}
@@ -709,8 +709,10 @@ def _ends(a: _Side, b: _Side, leaving: set[tuple[int, int]]) -> tuple[list[tuple
             paired = {pair[place] for pair in pairs}
             # What one capture computes once more is the counterpart of equal content alone.
             values[:] = [value for value in values if value not in paired and not (a, b)[place].shared(value)]
-    read = [{v for v in vs if side.trace.value_read_by_host[v]} for side, vs in zip((a, b), left, strict=True)]
-    return pairs, (read[0], read[1])
+    given: tuple[set[int], set[int]] = (set(), set())
+    for side, values, found in zip((a, b), left, given, strict=True):
+        found.update(v for v in values if side.trace.value_read_by_host[v] or not side.trace.value_released[v])
+    return pairs, given
 
 
 def _blocks(a: _Side, b: _Side) -> list[Block]:

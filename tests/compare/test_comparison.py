@@ -106,6 +106,19 @@ def test_what_the_host_reads_behind_other_ops_is_compared(made: Made) -> None:
     assert replayfmt.compare(a, made("intact", lambda: program(True, 2)), tolerance="auto").outcome == "equal"
 
 
+def test_results_that_are_kept_and_have_no_counterpart_are_not_called_equal(made: Made) -> None:
+    kept: list[torch.Tensor] = []
+
+    def program(narrow: bool) -> None:
+        x = torch.linspace(-2, 2, 64).reshape(8, 8)
+        y = (x * 0.5).exp() if narrow else x.div(2).exp()
+        y.argmax().item()
+        kept.append((y * 1.5).bfloat16() if narrow else y)
+
+    found = replayfmt.compare(made("a", lambda: program(False)), made("b", lambda: program(True)), tolerance="auto")
+    assert found.outcome == "different", found.text
+
+
 def test_an_op_called_differently_of_which_no_result_is_known_is_not_called_equal(made: Made) -> None:
     def program(scale: float) -> None:
         x = torch.arange(12.0)
