@@ -707,11 +707,17 @@ def _ends(a: _Side, b: _Side, leaving: set[tuple[int, int]]) -> tuple[list[tuple
                 pairs += zip(one, other, strict=False)
         for place, values in enumerate(left):
             paired = {pair[place] for pair in pairs}
-            # What one capture computes once more is the counterpart of equal content alone.
-            values[:] = [value for value in values if value not in paired and not (a, b)[place].shared(value)]
+            # What one capture computes once more is the counterpart of equal content alone, unless the host reads it.
+            side = (a, b)[place]
+            values[:] = [
+                value
+                for value in values
+                if value not in paired and (not side.shared(value) or side.trace.value_read_by_host[value])
+            ]
     given: tuple[set[int], set[int]] = (set(), set())
     for side, values, found in zip((a, b), left, given, strict=True):
-        found.update(v for v in values if side.trace.value_read_by_host[v] or not side.trace.value_released[v])
+        kept = [v for v in values if not side.shared(v)]
+        found.update(v for v in kept if side.trace.value_read_by_host[v] or not side.trace.value_released[v])
     return pairs, given
 
 
