@@ -673,18 +673,11 @@ def _ends(a: _Side, b: _Side, leaving: set[tuple[int, int]]) -> tuple[list[tuple
     that are still there at the end. `leaving` are pairs already."""
     left: tuple[list[int], list[int]] = ([], [])
     for side, values in zip((a, b), left, strict=True):
-        known = {pair[side.number] for pair in leaving}
-        length = side.trace.value_bytes.tolist()
-        for op, partner in enumerate(side.partner):
-            if partner >= 0:
-                continue
-            written = side.written_by(op)
-            largest = max((length[value] for value in written), default=0)
-            for value in set(written) - known:
-                used = any(side.written_by(use >> 16) for use in side.used_by(value))
-                # A norm also returns its means, a fused kernel what the backward pass needs: those are smaller.
-                if side.trace.value_read_by_host[value] or not used and length[value] == largest:
-                    values.append(value)
+        trace, partner = side.trace, np.array(side.partner, np.int64)
+        mine = (trace.value_op >= 0) & (trace.value_read_by_host | trace.main & ~trace.used)
+        mine[mine] = partner[trace.value_op[mine]] < 0
+        mine[[pair[side.number] for pair in leaving]] = False
+        values += np.flatnonzero(mine).tolist()
 
     def content(side: _Side, value: int) -> Hashable:
         return int(side.trace.value_content[value]) or None
@@ -697,7 +690,7 @@ def _ends(a: _Side, b: _Side, leaving: set[tuple[int, int]]) -> tuple[list[tuple
     for alike in (content, origin, lambda side, value: 0):
         groups: list[dict[tuple[int, Hashable], list[int]]] = [defaultdict(list), defaultdict(list)]
         for side, values, group in zip((a, b), left, groups, strict=True):
-            for value in sorted(values):
+            for value in values:
                 key = alike(side, value)
                 if key is not None:
                     group[int(side.trace.value_bytes[value]), key].append(value)

@@ -207,20 +207,15 @@ class _Finding:
         changed = (self.alignment.partner_of_a >= 0) & ~self.alignment.exact & (self.results == NOT_KNOWN)
         if not changed.any():
             return []
-        writing = np.diff(a.write_first) > 0
-        used = np.zeros(len(a.value_op), bool)
-        used[a.read_value[np.repeat(writing, np.diff(a.read_first))]] = True
         suspect, found = np.zeros(len(a.value_op), bool), []
-        for op in np.flatnonzero(writing & (self.results == NOT_KNOWN)).tolist():
+        for op in np.flatnonzero(a.writing & (self.results == NOT_KNOWN)).tolist():
+            states = self.reads.get(op)  # None: all of them are equal
             reads = a.read_value[a.read_first[op] : a.read_first[op + 1]]
-            states = self.reads.get(op)
-            if not changed[op] and not (suspect[reads] & (states != EQUAL if states is not None else False)).any():
-                continue
-            written = a.writes[a.write_first[op] : a.write_first[op + 1]]
-            suspect[written] = True
-            largest = written[a.value_bytes[written] == a.value_bytes[written].max()]  # not what it returns besides
-            if not used[largest].any():
-                found.append(op)
+            if changed[op] or states is not None and suspect[reads[states != EQUAL]].any():
+                written = a.writes[a.write_first[op] : a.write_first[op + 1]]
+                suspect[written] = True
+                if not a.used[written[a.main[written]]].any():
+                    found.append(op)
         return found
 
     def _random_differs(self) -> np.ndarray:
@@ -284,34 +279,38 @@ class _Finding:
                     roots.append((first, root))
                 else:
                     found.inherited.append(root)
+        self._set_alone(found, unknown, compared)
+        return roots
+
+    def _set_alone(self, found: Divergence, unknown: list[int], compared: list[Block]) -> None:
+        """List the blocks without anything known, by number, as alone or aside."""
+        traces = self.a, self.b
+        partners = self.alignment.partner_of_a, self.alignment.partner_of_b
         # What only leads to blocks that were compared was compared with them.
         seen = [
-            self._with_sources(trace, {op for block in compared for op in (block.a if trace is a else block.b)})
-            for trace in (a, b)
+            self._with_sources(trace, {op for block in compared for op in (block.a if trace is self.a else block.b)})
+            for trace in traces
         ]
         alone: list[dict[int, list[int]]] = [{}, {}]  # of a and of b: the ops of each block that write something
         for number in unknown:
             block = self.alignment.blocks[number]
-            for trace, ops, known, mine in zip((a, b), (block.a, block.b), seen, alone, strict=True):
-                rest = [op for op in ops if op not in known and trace.write_first[op] < trace.write_first[op + 1]]
+            for trace, ops, known, mine in zip(traces, (block.a, block.b), seen, alone, strict=True):
+                rest = [op for op in ops if op not in known and trace.writing[op]]
                 if rest:
                     mine[number] = rest
-        found.alone = sorted({*alone[0], *alone[1]})
         # What one capture computes besides, when all that the other one computes was compared.
-        partners = self.alignment.partner_of_a, self.alignment.partner_of_b
-        for one, trace, other, known in ((0, a, 1, seen[1]), (1, b, 0, seen[0])):
-            writing = np.diff((a, b)[other].write_first) > 0
-            if known.issuperset(np.flatnonzero(writing & (partners[other] < 0)).tolist()):
-                found.aside += self._aside(trace, alone[one])
-        found.alone = [number for number in found.alone if number not in found.aside]
-        return roots
+        for one, other in ((0, 1), (1, 0)):
+            its_own = np.flatnonzero(traces[other].writing & (partners[other] < 0))
+            if seen[other].issuperset(its_own.tolist()):
+                found.aside += self._aside(traces[one], alone[one])
+        found.alone = sorted({*alone[0], *alone[1]}.difference(found.aside))
 
     def _aside(self, trace: Trace, blocks: dict[int, list[int]]) -> list[int]:
         """Those of the blocks, by the ops that write, that only look at what both captures compute, like a log: the
         host reads what they write, and no other op, and all of that memory is gone when the capture ends. What follows
         the last op of both captures may be the rest of a run that the other did not go on with."""
         partners = self.alignment.partner_of_a if trace is self.a else self.alignment.partner_of_b
-        paired = np.flatnonzero((partners >= 0) & (np.diff(trace.write_first) > 0))
+        paired = np.flatnonzero((partners >= 0) & trace.writing)
         last = int(paired[-1]) if len(paired) else -1
         # Memory that others than the ops without a partner write or read.
         shared = np.zeros(int(trace.value_storage.max(initial=0)) + 1, bool)

@@ -177,7 +177,9 @@ def explain(made: Comparison, options: Mapping[str, Any], on_progress: Progress)
     kept: list[tuple[int, int]] = []
     for one, other in found.observed:
         op = int(made.a.trace.observed_op[one])
-        verdict = _is_explained(made, one, other, spreads.get(op)) or _is_read_alike(made, one, other)
+        verdict = _is_explained(made, one, other, spreads.get(op))
+        if verdict is not True and _is_read_alike(made, one, other):
+            verdict = True
         if verdict is None and found.inputs[op] == EQUAL:
             verdict = False
         if verdict is not True:
@@ -193,30 +195,35 @@ def explain(made: Comparison, options: Mapping[str, Any], on_progress: Progress)
         Root("op" if alignment.exact[op] else "arguments", (op,), (int(alignment.partner_of_a[op]),), pair, op >= limit)
         for op, pair in blamed.items()
     ]
-    begun = [root for root in found.roots if root.kind == "block"]
-    blocks = [(root, _block_is_explained(made, root, errors)) for root in (*begun, *found.inherited)]
-    within = sum(verdict is True for _root, verdict in blocks)
+    _explain_blocks(made, roots, errors)
+    found.unknown = sorted({op for op in unknown if op not in found.consequence_of})
+
+
+def _explain_blocks(made: Comparison, roots: list[Root], errors: Mapping[int, float]) -> None:
+    """Make blocks that are off by more than their ops explain roots, beside `roots`, which single ops are."""
+    found, trace = made.divergence, made.a.trace
+    begun, inherited = (
+        [(root, _block_is_explained(made, root, errors)) for root in blocks]
+        for blocks in ([root for root in found.roots if root.kind == "block"], found.inherited)
+    )
+    within = sum(verdict is True for _root, verdict in (*begun, *inherited))
     if within:
         made.notes.append(
             f"what leaves {counted(within, 'group')} of ops that stand for each other differs by no more than the "
             f"rounding of these ops explains"
         )
-    roots += [root for root in found.roots if root.kind in ("input", "randomness")]
-    roots += [root for root, verdict in blocks[: len(begun)] if verdict is False]
+    roots = [*roots, *(root for root in found.roots if root.kind in ("input", "randomness"))]
     # A block that is off may have inherited that from an earlier root.
-    found.roots = roots + [root for root, verdict in blocks[len(begun) :] if verdict is False]
-    reached = trace_consequences(made.a.trace, found)
-    found.inherited = [root for root, verdict in blocks[len(begun) :] if not verdict]
-    followed = [
-        (root, verdict) for root, verdict in blocks[len(begun) :] if not _reads_any(made.a.trace, root.a, reached)
-    ]
-    roots += [root for root, verdict in followed if verdict is False]
+    found.roots = roots + [root for root, verdict in (*begun, *inherited) if verdict is False]
+    reached = trace_consequences(trace, found)
+    found.inherited = [root for root, verdict in inherited if not verdict]
+    judged = [*begun, *(each for each in inherited if not _reads_any(trace, each[0].a, reached))]
+    roots += [root for root, verdict in judged if verdict is False]
     found.roots = sorted(roots, key=lambda root: (root.doubtful, root.a or root.b))
-    unknown_blocks = [root for root, verdict in (*blocks[: len(begun)], *followed) if verdict is None]
-    found.alone += [alignment.blocks.index(root.block) for root in unknown_blocks if root.block]
-    trace_consequences(made.a.trace, found)
-    found.unknown = sorted({op for op in unknown if op not in found.consequence_of})
-    found.alone += [alignment.blocks.index(root.block) for root, verdict in followed if verdict is None and root.block]
+    found.alone += [
+        made.alignment.blocks.index(root.block) for root, verdict in judged if verdict is None and root.block
+    ]
+    trace_consequences(trace, found)
 
 
 def _reads_any(trace: Trace, ops: tuple[int, ...], values: Container[int]) -> bool:
@@ -246,18 +253,18 @@ def _is_explained(made: Comparison, one: int, other: int, spread: dict[int, floa
     return False if rounded else None
 
 
-def _is_read_alike(made: Comparison, one: int, other: int) -> bool | None:
-    """True of numbers that the host reads from one tensor if they are as far apart as that; None of all else."""
+def _is_read_alike(made: Comparison, one: int, other: int) -> bool:
+    """Whether these are numbers that the host reads from one tensor, and no farther apart than that."""
     a, b = made.a.trace, made.b.trace
     op, its = int(a.observed_op[one]), int(b.observed_op[other])
     if int(a.observed_as[one]) != SCALAR or a.read_first[op + 1] - a.read_first[op] != 1:
-        return None
+        return False
     shown = int(a.read_observed[a.read_first[op]]), int(b.read_observed[b.read_first[its]])
-    if min(shown) < 0 or a.write_first[op] < a.write_first[op + 1]:
-        return None
+    if min(shown) < 0 or a.writing[op]:
+        return False
     far = observed_distance(made.a, made.b, one, other, _EXACT).absolute
     tensors = observed_distance(made.a, made.b, *shown, _EXACT).absolute
-    return True if far is not None and tensors is not None and far <= tensors else None
+    return far is not None and tensors is not None and far <= tensors
 
 
 def _block_is_explained(made: Comparison, root: Root, errors: Mapping[int, float]) -> bool | None:
@@ -357,9 +364,8 @@ def _value_error(made: Comparison, value: int) -> float:
     shown = _shown_by_both(made, value)
     if shown is None:
         return float("nan")
-    return (
-        0.0 if made.a.trace.observed_hash[shown[0]] == made.b.trace.observed_hash[shown[1]] else _relative(made, *shown)
-    )
+    same = made.a.trace.observed_hash[shown[0]] == made.b.trace.observed_hash[shown[1]]
+    return 0.0 if same else _relative(made, *shown)
 
 
 def _passed_on(made: Comparison, value: int) -> float | None:

@@ -350,8 +350,8 @@ def result_lines(made: Comparison) -> list[str]:
     if made.outcome == "equal":
         return [*lines, _line("equal", f"{counted(found.compared, 'result')}, tolerance {made.tolerance.text}")]
     if made.outcome == "structure":
-        why = "no result of both captures could be compared"
-        lines.append(_line("not compared", f"{why}: only structure was; this does not say that they are equal"))
+        why = "no result of both captures could be compared: only structure was"
+        lines.append(_line("not compared", f"{why}; this does not say that they are equal"))
         return [*lines, _line("next", _next(made))]
     for number, root in enumerate(made.roots[:_MOST_ROOTS]):
         lines += _root_lines(root, number == 0)

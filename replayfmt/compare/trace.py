@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -86,6 +87,29 @@ class Trace:
     @property
     def ops(self) -> int:
         return len(self.ordinal)
+
+    @cached_property
+    def writing(self) -> np.ndarray:
+        """Whether each op writes anything: views do not."""
+        return np.diff(self.write_first) > 0
+
+    @cached_property
+    def used(self) -> np.ndarray:
+        """Whether each value is read by an op that writes anything."""
+        found = np.zeros(len(self.value_op), bool)
+        found[self.read_value[np.repeat(self.writing, np.diff(self.read_first))]] = True
+        return found
+
+    @cached_property
+    def main(self) -> np.ndarray:
+        """Whether each value is the longest that its op writes, or one of these: a norm also returns its means, a fused
+        kernel what the backward pass needs, and those are shorter."""
+        op = np.repeat(np.arange(self.ops), np.diff(self.write_first))
+        longest = np.zeros(self.ops, np.int64)
+        np.maximum.at(longest, op, self.value_bytes[self.writes])
+        found = np.zeros(len(self.value_op), bool)
+        found[self.writes] = self.value_bytes[self.writes] == longest[op]
+        return found
 
     def op_at(self, ordinal: int) -> int:
         """The op with that ordinal, -1 if none has."""

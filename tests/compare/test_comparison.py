@@ -18,7 +18,7 @@ from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.importers.common.synthesis import ImportedSession, imported_session
 
-from .models import captured
+from .models import FAULT, captured, gelu
 
 Made = Callable[..., Path]
 
@@ -104,6 +104,20 @@ def test_what_the_host_reads_behind_other_ops_is_compared(made: Made) -> None:
         found = replayfmt.compare(a, made(tolerance, lambda: program(True, 3)), tolerance=tolerance)
         assert found.outcome == "different", found.text
     assert replayfmt.compare(a, made("intact", lambda: program(True, 2)), tolerance="auto").outcome == "equal"
+
+
+def test_a_kernel_that_is_off_behind_rounding_is_named(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(detour: bool) -> None:
+        x = torch.linspace(-2, 2, 64).reshape(8, 8)
+        gelu((x.double() / 3).float() if detour else x * (1 / 3)).sum().item()
+
+    a = made("a", lambda: program(False))
+    assert replayfmt.compare(a, made("b", lambda: program(True)), tolerance="auto").outcome == "equal"
+    monkeypatch.setitem(FAULT, "how", "1e-3")
+    off = made("c", lambda: program(True))
+    monkeypatch.undo()  # its tolerance is derived here
+    found = replayfmt.compare(a, off, tolerance="auto")
+    assert found.first is not None and found.first.kernels[0] == ("planted::gelu.default",), found.text
 
 
 def test_results_that_are_kept_and_have_no_counterpart_are_not_called_equal(made: Made) -> None:
