@@ -180,8 +180,8 @@ def explain(made: Comparison, options: Mapping[str, Any], on_progress: Progress)
         verdict = _is_explained(made, one, other, spreads.get(op))
         if verdict is not True and _is_read_alike(made, one, other):
             verdict = True
-        if verdict is None and found.inputs[op] == EQUAL:
-            verdict = False
+        if verdict is not True:  # an op is accused by what is known of its inputs alone
+            verdict = {EQUAL: False, NOT_KNOWN: None}.get(int(found.inputs[op]), verdict)
         if verdict is not True:
             kept.append((one, other))
         if verdict is None:

@@ -21,7 +21,7 @@ from replayfmt.format.validation import counted, printable, some_of
 
 from .alignment import Alignment
 from .distances import Distance, Tolerance, digest_distance, distance
-from .divergence import Divergence, Root
+from .divergence import NOT_KNOWN, Divergence, Root
 from .structure import StructureDifference
 from .trace import SCALAR, Side, Trace
 
@@ -357,16 +357,15 @@ def result_lines(made: Comparison) -> list[str]:
         lines += _root_lines(root, number == 0)
     if len(made.roots) > _MOST_ROOTS:
         lines.append(_line("", f"and {len(made.roots) - _MOST_ROOTS} more"))
-    if found.unknown:
-        first = made.a.ordinal(found.unknown[0])
-        what = "how far rounding may move it" if made.tolerance.auto else "whether their inputs are equal"
-        lines.append(
-            _line(
-                "unknown",
-                f"{counted(len(found.unknown), 'op')} with another result, of which it is not known {what}; the first "
-                f"is ordinal {first} ({made.a.kernel(found.unknown[0])})",
-            )
-        )
+    seen = [op for op in found.unknown if found.results[op] != NOT_KNOWN]
+    unknown = "how far rounding may move it" if made.tolerance.auto else "whether their inputs are equal"
+    for ops, what in (
+        (seen, f"with another result, of which it is not known {unknown}"),
+        (sorted({*found.unknown}.difference(seen)), "behind a call with other arguments, of which no result is known"),
+    ):
+        if ops:
+            first = f"ordinal {made.a.ordinal(ops[0])} ({made.a.kernel(ops[0])})"
+            lines.append(_line("unknown", f"{counted(len(ops), 'op')} {what}; the first is {first}"))
     if made.first is None:
         lines.append(_line("different", "no op can be named: " + _why_unnamed(made)))
     return [*lines, _line("next", _next(made))]
@@ -464,6 +463,8 @@ def _root_lines(named: Named, first: bool) -> list[str]:
 def _why_unnamed(made: Comparison) -> str:
     if made.alignment.doubts:
         return "the alignment is doubtful before the first difference"
+    if made.divergence.unknown and not made.divergence.different:
+        return "ops are called differently, and no result that follows is known"
     if made.divergence.unknown and made.tolerance.auto:
         return "ops whose tolerance cannot be derived have another result"
     if made.divergence.unknown or made.divergence.inherited:

@@ -6,6 +6,7 @@ import _thread
 import ctypes
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -252,11 +253,8 @@ def test_a_thread_that_cannot_take_part_is_told(capture: Capture, serve: Callabl
     assert "functions of the program's own wherever it could be asked" in details(captured)[0]
 
 
-@pytest.mark.slow
-@pytest.mark.recorder("python", "native")
-def test_operators_that_began_before_the_capture_are_told(capture: Capture, serve: Callable[..., Server]) -> None:
-    """A backward pass is one call into C code: what it runs after the capture began has no mode."""
-    entered, go_on = threading.Event(), threading.Event()
+def _loss_with_a_pause(entered: threading.Event, over: Callable[[], object]) -> torch.Tensor:
+    """A loss whose backward pass says that it is `entered`, goes on when it is over, and then computes something."""
 
     class Waits(torch.autograd.Function):
         @staticmethod
@@ -266,12 +264,21 @@ def test_operators_that_began_before_the_capture_are_told(capture: Capture, serv
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             entered.set()
-            while not go_on.wait(0.01):
+            while not over():
                 pass
-            return gradient
+            return gradient * 3
 
-    x = torch.ones(3, requires_grad=True)
-    loss = Waits.apply(x.sin()).sum()
+    loss: torch.Tensor = Waits.apply(torch.ones(3, requires_grad=True).sin()).sum()
+    return loss
+
+
+@pytest.mark.slow
+@pytest.mark.recorder("python", "native")
+def test_operators_that_began_before_the_capture_are_told(capture: Capture, serve: Callable[..., Server]) -> None:
+    """A backward pass is one call into C code: what it runs after the capture began has no mode."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    loss = _loss_with_a_pause(entered, lambda: go_on.wait(0.01))
     server = serve(lambda item: item.backward())
     server._given.put(loss)
     assert entered.wait(_WAIT_S)
@@ -299,20 +306,7 @@ def test_a_capture_begins_when_the_backward_passes_of_other_threads_are_over(
             frame = frame.f_back
         return frame.f_code is threads.Threads._wait_until_joined.__code__
 
-    class Waits(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            entered.set()
-            while not begins():
-                entered.wait(0.001)
-            return gradient * 3
-
-    x = torch.ones(3, requires_grad=True)
-    loss = Waits.apply(x.sin()).sum()
+    loss = _loss_with_a_pause(entered, lambda: begins() or time.sleep(0.001))
     server = serve(lambda item: item.backward())
     server.give(loss)
     assert entered.wait(_WAIT_S)
