@@ -7,7 +7,6 @@ before the first op: exit code 1, nothing on stdout, one line of error and one f
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import shutil
 import types
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import pytest
 import torch
 from replay.externals import content_file, externalize, imported_payloads
 from replay.rewriting import rewrite
+from unseen import write_unseen
 
 import replayfmt
 
@@ -161,7 +161,7 @@ def _compiled() -> None:
 
 def _written_unseen() -> torch.Tensor:
     memory = torch.empty(4)
-    ctypes.memset(torch._C.StorageBase.data_ptr(memory.untyped_storage()), 0x3F, memory.nbytes)
+    write_unseen(memory)
     return memory + 1
 
 

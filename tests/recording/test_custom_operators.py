@@ -13,10 +13,10 @@ import pytest
 import torch
 from stable_library import build, needs_compiler
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from unseen import write_unseen
 
 import replayfmt
 from replayfmt.format.codes import RecordKind
-from replayfmt.pytorch.tensors.memory import address_of
 
 from .conftest import Capture, Captured
 
@@ -294,7 +294,7 @@ def test_memory_that_nobody_wrote_may_be_given_to_what_declares_that_it_writes_i
 def test_memory_that_is_written_by_what_is_no_operator_is_an_unseen_write(capture: Capture) -> None:
     def program() -> Any:
         out = torch.empty(3)
-        ctypes.memset(address_of(out.untyped_storage()), 0x41, out.nbytes)  # as a function of a C++ extension does
+        write_unseen(out)
         return out + 1
 
     assert capture(program).unsupported() == {"unseen_write": 1}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from unseen import write_unseen
 
 import replayfmt
 from replayfmt.errors import ReplayRefused
@@ -200,9 +201,7 @@ def test_what_something_unseen_wrote_is_an_unseen_write(capture: Capture, elemen
     def program() -> Any:
         leave_behind(1e30)
         given = torch.empty(elements)
-        address = torch._C.StorageBase.data_ptr(given.untyped_storage())
-        other = 63 if ctypes.string_at(address, 1) != b"?" else 62  # than what was left there
-        ctypes.memset(address, other, 4 * elements)
+        write_unseen(given)
         return use(given) * 2
 
     captured = capture(program, digests="ops")
@@ -216,7 +215,7 @@ def test_what_something_unseen_wrote_beside_a_captured_write_is_one(capture: Cap
         leave_behind(1e30)
         given = torch.empty(8)
         given[:4] = 1
-        ctypes.memset(torch._C.StorageBase.data_ptr(given.untyped_storage()) + 16, 63, 16)
+        write_unseen(given, 16)
         return given * 2
 
     assert capture(program).unsupported() == {"unseen_write": 1}
@@ -356,7 +355,7 @@ def test_what_adds_to_a_part_of_a_copy_reads_it(capture: Capture) -> None:
 def warm_up() -> torch.Tensor:
     leave_behind(1e30)
     written = torch.empty(4, 4)
-    ctypes.memset(torch._C.StorageBase.data_ptr(written.untyped_storage()), 63, 64)
+    write_unseen(written)
     return written @ torch.ones(4, 4)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import ctypes
 import json
 import runpy
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from unseen import write_unseen
 
 import replayfmt
 from replayfmt.dump.selection import OpSelection
@@ -213,7 +213,7 @@ def test_what_a_script_cannot_express_is_refused_by_name(captured: Captured, tmp
 
     def unseen() -> None:
         written = torch.empty(3)
-        ctypes.memset(torch._C.StorageBase.data_ptr(written.untyped_storage()), 0x3F, written.nbytes)
+        write_unseen(written)
         written.sum()
 
     out = tmp_path / "script.py"

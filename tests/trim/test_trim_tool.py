@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from replay.rewriting import rewrite
+from unseen import write_unseen
 
 import replayfmt
 from replayfmt.format.codes import RecordKind, StorageOrigin
@@ -116,7 +116,7 @@ def test_a_capture_whose_replay_differs_gives_nothing(captured: Captured, tool: 
 def reading_what_no_op_wrote() -> None:
     x = torch.ones(3).add(1)
     written = torch.empty(3)
-    ctypes.memset(torch._C.StorageBase.data_ptr(written.untyped_storage()), 0x3F, written.nbytes)
+    write_unseen(written)
     y = torch.dot(written, x)
     (y * x).sub(1)
     x.mul(3).sum()
