@@ -77,9 +77,9 @@ class DispatchHook:
             raise NotAvailable("its dispatch key is in use", f"another library has the fallback for {RECORDER_KEY}")
         at_last(self.end)  # a running thread must not wait for an interpreter that is shutting down
 
-    def session(self, began_ns: int, chunk_records: int, scalars: bool) -> Any:
+    def session(self, began_ns: int, chunk_records: int, scalars: bool, least_address: int) -> Any:
         """A `Session` of session.h (like recording/stream/session.py). `began_ns`: the capture's start."""
-        return self._types.Session(began_ns, chunk_records, scalars)
+        return self._types.Session(began_ns, chunk_records, scalars, least_address)
 
     def begin(self, functions: Functions, session: Any, watch: int) -> None:
         """Call these around the operators of participating threads; recorder.cpp says with which arguments. `watch`:

@@ -120,7 +120,7 @@ class HotCall {
     if (!session_.scalars) {
       take_token(kNone);  // a number that is not recorded
     }
-    const bool is_address = value.isInt() && value.toInt() >> 32 > 0;  // perhaps
+    const bool is_address = value.isInt() && value.toInt() >= session_.least_address;  // perhaps
     return !is_address && (session_.scalars ? take_number(value) : value.isBool() || value.isInt() || value.isDouble());
   }
 

@@ -63,7 +63,7 @@ inline py::object python_types() {
       .def("unmark", &Entry::unmark)
       .def_property("content", &Entry::content, &Entry::set_content);
   py::class_<Session, std::shared_ptr<Session>>(scope, "Session", py::module_local())
-      .def(py::init<int64_t, size_t, bool>())
+      .def(py::init<int64_t, size_t, bool, int64_t>())
       .def_readonly("rows", &Session::rows)
       .def_readonly("new_storages", &Session::new_storages)
       .def_readonly("definitions", &Session::definitions)

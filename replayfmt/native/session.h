@@ -236,7 +236,8 @@ inline std::string sample(const c10::StorageImpl& storage) {
 
 class Session {
  public:
-  Session(int64_t began, size_t chunk, bool scalars_too) : began_ns(began), chunk_records(chunk), scalars(scalars_too) {}
+  Session(int64_t began, size_t chunk, bool scalars_too, int64_t least)
+      : began_ns(began), chunk_records(chunk), scalars(scalars_too), least_address(least) {}
 
   std::mutex mutex;
   Rows rows{mutex}, new_storages{mutex}, definitions{mutex};
@@ -254,6 +255,7 @@ class Session {
   const int64_t began_ns;
   const size_t chunk_records;
   const bool scalars;  // numbers that ops return are recorded
+  const int64_t least_address;  // integers from there on may be addresses
   std::atomic<int64_t> release_head{0};  // begins rows that tell the death of storages; 0: Python tells it
   size_t born = 0;                       // storages since the last look for dead ones
   std::optional<Draws> drawn;            // where a replay's generator is; none where Python has not said it

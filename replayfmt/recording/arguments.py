@@ -15,7 +15,7 @@ from replayfmt.pytorch.tensors.composites import is_composite, is_packed, take_a
 from replayfmt.pytorch.tensors.memory import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE, call_undispatched
 
 from .kernels import CapturedKernel
-from .special_values import Unpacked
+from .special_values import LEAST_ADDRESS, Unpacked
 from .storages.trackers import Beside, Tracker
 from .stream.records import Unrepresentable
 
@@ -125,8 +125,8 @@ class Encoder:
         large_integer: Callable[[OpCall, int], int | torch.Tensor | None],
         unpacked: Unpacked,
     ) -> None:
-        """`large_integer` returns what is recorded for an integer of more than 32 bits: the integer itself, the tensor
-        that represents an address, or None."""
+        """`large_integer` returns what is recorded for an integer that may be an address: the integer itself, the
+        tensor that represents it, or None."""
         self._tensor = tensor
         self._storage = storage
         self._generator = generator
@@ -163,7 +163,7 @@ class Encoder:
     def _add_int(self, value: int, values: CallValues, call: OpCall) -> None:
         if value not in _INT64:
             raise Unrepresentable("opaque_argument", f"the integer {value} does not fit 64 bits")
-        if value >> 32 > 0:
+        if value >= LEAST_ADDRESS:
             recorded = self._large_integer(call, value)
             if recorded is not value:
                 self.add(recorded, values, call)
@@ -246,7 +246,7 @@ class StructureEncoder(Encoder):
         if not (value is None or isinstance(value, (bool, int, float, complex, str, *_SYMBOLIC))):
             super().add(value, values, call)
         else:
-            recorded = self._large_integer(call, value) if type(value) is int and value >> 32 > 0 else None
+            recorded = self._large_integer(call, value) if type(value) is int and value >= LEAST_ADDRESS else None
             super().add(recorded if isinstance(recorded, torch.Tensor) else None, values, call)
 
 

@@ -40,7 +40,7 @@ from .frames import is_interrupt
 from .inductor import graph_policies
 from .kernels import CapturedKernel, devices_of, tensors_in
 from .options import CaptureOptions
-from .special_values import Handles, plain_parts
+from .special_values import LEAST_ADDRESS, Handles, plain_parts
 from .storages.digesting import Digests, Outside
 from .storages.identity import RELEASE_BATCH, Storages
 from .stream.buffer import FlushTimes, RecordBuffer
@@ -143,7 +143,9 @@ class CaptureSession:
             self.writer.keeps = KeptAttachments(redaction_of_code, options.sources)
         self.started = time.perf_counter_ns()
         scalars = options.payload == "full"
-        session: Session = Session() if hook is None else hook.session(self.started, options.chunk_records, scalars)
+        session = Session()
+        if hook is not None:
+            session = hook.session(self.started, options.chunk_records, scalars, LEAST_ADDRESS)
         self.session = session
         self.buffer = RecordBuffer(self.writer, options.chunk_records, self.lock, session)
         self.threads: list[int] = []  # idents of other threads that record; empty while there is one thread

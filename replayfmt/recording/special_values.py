@@ -24,7 +24,7 @@ from replayfmt.pytorch.tensors.memory import (
     storage_bytes,
 )
 
-from .content.file_mappings import is_mapped
+from .content.file_mappings import PAGE, begins_heap_block, heap_begin, is_mapped
 from .stream.records import Unrepresentable
 
 
@@ -102,7 +102,15 @@ def _content(part: Any) -> Any:
     return part.dtype, tuple(part.shape), part.stride(), part.storage_offset(), content
 
 
-_LEAST_ADDRESS = 1 << 32  # lower values count as counts or sizes, even if the process has memory there
+def _least_address() -> int:
+    try:
+        return min(heap_begin(), _FAR)
+    except OSError:
+        return _FAR
+
+
+_FAR = 1 << 32  # numbers from there on are addresses where there is memory
+LEAST_ADDRESS = _least_address()  # lower integers count as numbers, even if the process has memory there
 _LARGEST_TABLE_BYTES = 512  # of integers: longer tables are data
 _PAST_ADDRESSES = 1 << 63  # no process has memory from there on
 
@@ -118,7 +126,7 @@ class Handles:
 
     def returned(self, value: int) -> torch.Tensor | None:
         """The tensor for an integer that an operator library's operator returned; None if it is not an address."""
-        if not is_address(value):
+        if not _is_object(value):
             return None
         # The same address again is another object, allocated in the memory of one that was freed.
         tensor = self._tensors[value] = call_undispatched(_as_tensor, value)
@@ -149,7 +157,7 @@ class Handles:
     def check_state(self, name: str, value: object) -> None:
         """Raises Unrepresentable if an argument with a name such as `handle` is a number that no captured operator
         returned: a replay would use what is not there."""
-        if type(value) is int and 0 <= value < _LEAST_ADDRESS and value not in self._made:
+        if type(value) is int and 0 <= value < _FAR and value not in self._made and not is_address(value):
             raise Unrepresentable(
                 "opaque_argument",
                 f"its argument {name} ({value}) stands for state that another operator made before the capture began; "
@@ -181,8 +189,15 @@ class Handles:
 
 
 def is_address(value: int) -> bool:
-    """Whether an integer is an address in the memory of this process."""
-    return _LEAST_ADDRESS <= value < _PAST_ADDRESSES and is_mapped(value)
+    """Whether an integer is an address in the memory of this process. Below 4 GiB only what malloc handed out counts,
+    apart from multiples of a page, which sizes often are and one block in 256 is."""
+    return _is_object(value) and (value >= _FAR or value % PAGE != 0)
+
+
+def _is_object(value: int) -> bool:
+    if value < _FAR:
+        return value >= LEAST_ADDRESS and begins_heap_block(value)
+    return value < _PAST_ADDRESSES and is_mapped(value)
 
 
 def _as_tensor(value: int) -> torch.Tensor:

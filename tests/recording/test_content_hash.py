@@ -36,7 +36,7 @@ def test_the_hash_is_the_same_whatever_registers_the_processor_has() -> None:
     hook = dispatch_hook()
     if not isinstance(hook, DispatchHook):
         pytest.skip("the native recorder is not available")
-    content_hash = hook.session(0, 1000, True).content_hash
+    content_hash = hook.session(0, 1000, True, 1 << 32).content_hash
     content = np.random.default_rng(0).integers(0, 256, 5000, np.uint8)
     content[2000:2500] = 0
     for length in (0, 1, 63, 64, 65, 1000, 1023, 1024, 1025, 2048, 4999):

@@ -141,7 +141,7 @@ def test_an_address_is_told_from_a_number(query: int, monkeypatch: pytest.Monkey
 def test_small_arrays_in_ordinary_memory_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # As where the system cannot be asked about an address.
     monkeypatch.setattr(file_mappings, "_ADDRESS_MAPS", "/nonexistent")
-    file_mappings._heap_begin.cache_clear()
+    file_mappings.heap_begin.cache_clear()
     mappings, looked = FileMappings(), []
     original = read_mappings
     monkeypatch.setattr(file_mappings, "read_mappings", lambda: looked.append(1) or original())
@@ -154,7 +154,7 @@ def test_small_arrays_in_ordinary_memory_are_looked_up_once(monkeypatch: pytest.
 def test_memory_of_the_heap_is_known_to_be_of_no_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What malloc hands out is not looked up."""
     try:
-        begin, end = file_mappings._heap_begin(), file_mappings._sbrk(0)
+        begin, end = file_mappings.heap_begin(), file_mappings._sbrk(0)
     except OSError:
         pytest.skip("this system cannot be asked about an address")
     assert begin < end and file_mappings.holds_no_file(begin, end - begin)

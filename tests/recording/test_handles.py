@@ -5,6 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import mmap
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -123,7 +127,9 @@ def test_two_objects_at_one_address_one_after_the_other_are_two(capture: Capture
 
 
 def test_an_object_made_before_the_capture_is_an_opaque_argument(capture: Capture) -> None:
-    address = torch.ops.addresses.make(torch.ones(3))
+    address = 0
+    while address % mmap.PAGESIZE == 0:  # such a number counts as a size where the heap is below 4 GiB
+        address = torch.ops.addresses.make(torch.ones(3))
     handle = torch.tensor(address)
 
     def through_a_tensor() -> torch.Tensor:
@@ -238,3 +244,24 @@ def test_what_releases_an_object_runs_once(capture: Capture, tmp_path: Path) -> 
     ):
         plan.execute(verify="auto")
     assert "cannot be done twice" in str(rejected.value.report.findings)
+
+
+def is_at_a_fixed_address(executable: str) -> bool:
+    with open(executable, "rb") as file:
+        return file.read(18)[16:] == b"\x02\x00"  # the type in an ELF header: ET_EXEC
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(is_at_a_fixed_address(sys.executable), reason="all tests run in such a process")
+def test_addresses_are_told_from_numbers_where_the_heap_is_below_4_gib() -> None:
+    """As in Debian's and Ubuntu's Python, whose executable is at a fixed address with the heap behind it."""
+    python = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    if not Path(python).exists() or not is_at_a_fixed_address(python):
+        pytest.skip(f"{python} is not there, or at no fixed address")
+    run = subprocess.run(
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", __file__],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout

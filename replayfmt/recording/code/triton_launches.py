@@ -604,7 +604,8 @@ class TritonLaunches(Patched):
         except TypeError:
             return f"its grid {grid!r} is no tuple of integers"
         for name, value in form.values.items():
-            if type(value) is int and is_address(value):
+            on_host = compiled is None  # a device has no use for an address of the host's heap
+            if type(value) is int and (on_host or value >> 32) and is_address(value):
                 return f"its argument {name} is the address of something in this process, which a replay has elsewhere"
         key = (
             known.source,
