@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 def output_path(template: str, environment: dict[str, str], pid: int) -> str:
     """`template` with `{rank}`, `{pid}` and `{host}` filled in. What torchrun starts again, after a rank has failed,
-    goes to `restart1`, `restart2`, ...: the earlier files are there. Raises UsageError if ranks would share a file."""
+    goes to `restart1`, `restart2`, ...: the earlier files are there. Raises UsageError if ranks would share a file,
+    CaptureFailed for a folder without ranks."""
     names = ("RANK", "0"), ("WORLD_SIZE", "1"), ("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         rank, ranks, restarts = (int(environment.get(name) or default) for name, default in names)
@@ -49,7 +50,12 @@ def output_path(template: str, environment: dict[str, str], pid: int) -> str:
             f"the environment variables {', '.join(name for name, _ in names)} must be integers: {error}"
         ) from None
     template = template.replace("{host}", platform.node())
-    if "RANK" in environment and is_folder(template):
+    if is_folder(template):
+        if "RANK" not in environment:
+            raise CaptureFailed(
+                f"{template}: a folder is for the files of the ranks that torchrun starts (it sets RANK), and this is "
+                "one process; name a file to write to"
+            )
         template = os.path.join(template, RANK_FILE)
         if restarts:
             folder, name = os.path.split(template)

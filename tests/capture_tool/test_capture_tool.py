@@ -33,7 +33,8 @@ REFUSED = {
     "-o there.opreplay no_torch.py": "there.opreplay: exists already; remove it, write elsewhere, or use --force",
     "-o left.opreplay no_torch.py": "left.opreplay.partial: exists already",
     "-o missing/x.opreplay no_torch.py": "there is no directory missing",
-    "-o folder no_torch.py": "folder: is a directory",
+    "-o folder no_torch.py": "folder: a folder is for the files of the ranks that torchrun starts",
+    "-o none/ no_torch.py": "none/: a folder is for the files of the ranks that torchrun starts",
 }
 DRIVER = """
 import json, sys

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,49 @@ def test_traces_of_all_ranks_become_a_folder_whose_collectives_are_real(
     (code, text), (other, silent) = launching.launch(tmp_path, launching.BIN / "opreplay-run", "out/")
     assert (code, other) == (0, 0), text + silent
     assert "not verified: the content of" in text
+
+
+ACCELERATED = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+data = DataLoader(TensorDataset(torch.randn(16, 8), torch.randn(16, 1)), batch_size=2, shuffle=True)
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
+for x, y in data:
+    with accelerator.accumulate(model):
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+accelerator.print("losses", accelerator.gather_for_metrics(loss.detach().reshape(1)).tolist())
+accelerator.print("weights", float(accelerator.unwrap_model(model)[0].weight.double().sum()))
+"""
+
+
+@pytest.mark.slow
+def test_what_accelerate_launches_is_captured_and_replayed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ACCELERATED)
+    # Without --multi_gpu it starts one process for the CPU, or needs MPI.
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--no_python"]
+    launcher += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+    def printed(*command: object) -> list[str]:
+        ran = subprocess.run(
+            [*launcher, *map(str, command)], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout.splitlines()
+
+    assert printed(launching.BIN / "opreplay-capture", "-o", "out/", "train.py") == printed(sys.executable, "train.py")
+    assert [code for code, _text in together(tmp_path)] == [0, 0]
+    alone = [launching.BIN / "opreplay-run", "--verify=bitwise", "out/rank1.opreplay"]
+    assert subprocess.run(alone, cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.slow
