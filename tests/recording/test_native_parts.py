@@ -1,4 +1,4 @@
-"""The native recorder's containers do what simple ones do: random steps on both, in C++, and the answers that differ."""
+"""The native recorder's containers do what simple ones do: random steps on both, in C++, and the answers compared."""
 
 import ctypes
 from collections.abc import Callable
