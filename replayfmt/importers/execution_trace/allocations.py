@@ -36,8 +36,7 @@ _NO_FLAGS = TensorFlag(0)
 NUMBERS = frozenset({DType.float64, DType.int64, DType.complex128, DType.bool})
 
 
-@dataclass(frozen=True)
-class PlacedTensor:
+class PlacedTensor(NamedTuple):
     """A tensor, its strides, and the number of its allocation, from 1. `flags` say whether it is a conjugated or
     negated view; `doubtful`: this memory has such views, and the trace does not say whether this tensor is one.
     `strides_known`: the strides are from the trace, or of an operator's result."""
@@ -99,11 +98,8 @@ class MemoryMap:
     memory, whose allocation the trace does not show. `unseen` are the allocations to which something outside the trace
     wrote."""
 
-    def __init__(self, allocations: Allocations | None = None) -> None:
-        """With the `allocations` of an earlier pass over the same nodes, their numbers and lengths are used."""
-        self.allocations = allocations or Allocations()
-        self._again = allocations is not None
-        self._next = 1
+    def __init__(self) -> None:
+        self.allocations = Allocations()
         self._live: dict[Address, _Live] = {}
         self._empty: dict[Address, _Live] = {}
         self.replaced: list[TracedTensor] = []
@@ -227,10 +223,6 @@ class MemoryMap:
         return live
 
     def _new(self, device: str, *, made: bool) -> _Live:
-        if self._again:
-            number = self._next
-            self._next += 1
-            return _Live(number, made, 0)
         return _Live(self.allocations.new(device, made), made, 0)
 
     def _note(self, live: _Live, tensor: TracedTensor, strides: tuple[int, ...], *, known: bool) -> PlacedTensor:
@@ -241,9 +233,8 @@ class MemoryMap:
         live.types.add(tensor.type_name)
         flags = live.flags.get(tensor.id, _NO_FLAGS)
         live.flagged |= bool(flags)
-        if not self._again:
-            self.allocations.bytes[live.number] = max(self.allocations.bytes[live.number], end)
-            self.allocations.last[live.number] = self.steps
+        self.allocations.bytes[live.number] = max(self.allocations.bytes[live.number], end)
+        self.allocations.last[live.number] = self.steps
         return PlacedTensor(tensor, strides, live.number, flags, live.flagged, known)
 
 

@@ -1,8 +1,7 @@
 """From a node of an execution trace to an operator's call: its arguments by name, their allocations, what was assumed.
 
 One `NodeCalls` goes through the chosen nodes in order. It knows which allocation each tensor is on, infers the strides
-that older traces lack, and reads the arguments by the operator's schema. There are two passes: the first only
-determines the length of each allocation.
+that older traces lack, and reads the arguments by the operator's schema.
 """
 
 from __future__ import annotations
@@ -97,25 +96,24 @@ def _uses_of(schema: torch.FunctionSchema | None) -> _OperatorUse:
 
 
 class NodeCalls:
-    """The calls of a trace, in order. `full`: arguments are read as well. A second pass over the same nodes has the
-    `first` one's complete allocations."""
+    """The calls of a trace, in order."""
 
-    def __init__(self, operators: Operators, first: NodeCalls | None = None, *, full: bool = True) -> None:
+    def __init__(self, operators: Operators) -> None:
         self._operators = operators
         self._reader = ArgumentReader(operators.names)
-        self._full = full
-        self.memory = MemoryMap(first.allocations if first else None)
-        self._trials: Trials = first._trials if first else Trials()
+        self.memory = MemoryMap()
+        self._trials = Trials()
         self._changed: dict[str, bool] = {}
-        self._choices: dict[str, tuple[OperatorChoice, torch.FunctionSchema | None]] = first._choices if first else {}
-        self._uses: dict[str, _OperatorUse] = first._uses if first else {}
+        self._choices: dict[str, tuple[OperatorChoice, torch.FunctionSchema | None]] = {}
+        self._uses: dict[str, _OperatorUse] = {}
 
     @property
     def allocations(self) -> Allocations:
         return self.memory.allocations
 
     def step(self, node: TraceNode, chosen: bool) -> NodeStep | None:
-        """The next chosen node; None for one within it: the memory it allocates belongs to no other node any more."""
+        """The next chosen node; None for one within it: the memory it allocates belongs to no other node any more. Its
+        arguments are read by `bind`."""
         if not chosen:
             self.memory.forget(tensor for _position, tensor in node.outputs.tensors)
             return None
@@ -136,10 +134,9 @@ class NodeCalls:
             if each.doubtful
         ]
         strides: Sequence[tuple[int, ...] | None] | None = None
-        if step.kind is NodeKind.operator and (self._full or node.inputs.strides is None):
-            self._bind(step)
-            if node.outputs.strides is None:
-                strides = self._strides(step)
+        if step.kind is NodeKind.operator and not node.outputs.strided:
+            self.bind(step)
+            strides = self._strides(step)
         outputs = [tensor for _position, tensor in node.outputs.tensors]
         returned = self.memory.give(
             list(zip(outputs, strides or [None] * len(outputs), strict=True)),
@@ -176,7 +173,10 @@ class NodeCalls:
 
     # ------------------------------------------------------------------------------------------------------- arguments
 
-    def _bind(self, step: NodeStep) -> None:
+    def bind(self, step: NodeStep) -> None:
+        """Read an operator's arguments, once."""
+        if step.choice is not None:
+            return
         node = step.node
         recorded = recorded_inputs(node.inputs, _OnAllocations(step.given))
         step.choice, traced = self._choose(node.schema)
@@ -200,9 +200,9 @@ class NodeCalls:
             recorded, unknown = _by_name(traced, schema, recorded)
         step.binding = self._reader.bind(schema, recorded, by=BY)
         step.binding.missing += unknown
-        if len(node.inputs) > len((traced or schema).arguments):
+        if len(recorded) > len((traced or schema).arguments):
             step.binding.missing.append(
-                f"{BY} has {len(node.inputs)} arguments, the operator takes {len((traced or schema).arguments)}"
+                f"{BY} has {len(recorded)} arguments, the operator takes {len((traced or schema).arguments)}"
             )
         step.assumed += [
             f"{name}={value!r}: {BY} keeps six decimals"
@@ -212,7 +212,7 @@ class NodeCalls:
         self._say_strides(step)
         if not step.binding.missing:
             self._numbers(step)
-        if self._full and not step.binding.missing:
+        if not step.binding.missing:
             impossible, doubtful = refusal(schema, self._trials.of(schema, step.binding.arguments))
             step.binding.missing += [impossible] if impossible else []
             step.assumed += [doubtful] if doubtful else []
@@ -240,7 +240,7 @@ class NodeCalls:
     def _say_strides(self, step: NodeStep) -> None:
         """Note where the strides of the arguments come from: older traces have none, damaged ones impossible ones."""
         lack = f"{BY} has none"
-        if step.node.inputs.strides is not None:
+        if step.node.inputs.strided:
             if all(tensor.strides is not None for tensor in step.given):
                 return
             lack = f"{BY} has impossible ones"

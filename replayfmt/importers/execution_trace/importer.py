@@ -1,18 +1,17 @@
 """Imports a PyTorch execution trace (ExecutionTraceObserver): a graph in which results of one call are arguments of
 others.
 
-Three passes over the file, which therefore need not fit into memory: choosing the nodes that represent the work,
-determining the length of each allocation, and writing. A short file is read once. Calls keep their order; storages and
-views are those of the trace. A storage is imported where something first reads it, unless a call returned it; its
-content is what the trace has, usually none. A node that cannot be an op becomes an unsupported record that names it:
-collectives with their sizes and groups, Triton kernels with their source file.
+The nodes are read, those that represent the work are chosen, the length of each allocation is determined; then the
+calls are written in their order, with the storages and views of the trace. A storage is imported where something first
+reads it, unless a call returned it; its content is what the trace has, usually none. A node that cannot be an op is an
+unsupported record that names it: collectives with their sizes and groups, Triton kernels with their source file.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache, partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import takewhile
 from os import PathLike, fspath
 from pathlib import Path
@@ -42,12 +41,12 @@ from .nodes import (
     NodeValues,
     TracedTensor,
     TraceNode,
+    as_traced,
     communication,
     groups_listed,
     node_of,
     rank_said,
     schema_version,
-    traced_tensor,
     world_said,
 )
 from .selection import ChosenNodes, NodeKind, NodeTable
@@ -178,6 +177,7 @@ class GraphWriter:
     # ------------------------------------------------------------------------------------------------------- operators
 
     def _operator(self, step: NodeStep, moment: Moment) -> None:
+        self._calls.bind(step)
         choice, binding = step.choice, step.binding
         assert choice is not None
         if choice.operator is None:
@@ -294,28 +294,17 @@ class GraphWriter:
     def _results(self, step: NodeStep) -> list[Any]:
         outputs = step.node.outputs
         return [
-            self._result(
-                step,
-                value,
-                _at(outputs.shapes, position),
-                _at(outputs.strides, position),
-                _at(outputs.types, position) or "",
-            )
-            for position, value in enumerate(outputs.values)
+            self._result(step, value, _at(outputs.types, position)) for position, value in enumerate(outputs.values)
         ]
 
-    def _result(self, step: NodeStep, value: Any, sizes: Any, strides: Any, kind: str) -> Any:
+    def _result(self, step: NodeStep, value: Any, kind: str) -> Any:
         """A returned tensor or list of tensors; values of other kinds depend on content, which this trace lacks."""
-        head, inner = wrapped(kind)
-        if head == "Tensor":
-            tensor = traced_tensor(value, sizes, strides, inner[0] if inner else "")
-            placed = step.returned.get(tensor) if tensor is not None else None
+        if type(value) is TracedTensor:
+            placed = step.returned.get(value)
             return None if placed is None else self._placed(placed)
+        head, inner = wrapped(kind)
         if head == "GenericList" and isinstance(value, list) and any(name.startswith("Tensor") for name in inner):
-            return [
-                self._result(step, each, _at(sizes, index), _at(strides, index), _at(inner, index) or "")
-                for index, each in enumerate(value)
-            ]
+            return [self._result(step, each, _at(inner, index)) for index, each in enumerate(value)]
         return None
 
     # --------------------------------------------------------------------------------------------------------- content
@@ -447,8 +436,8 @@ class _Communication:
         )
 
 
-def _at(values: Any, index: int) -> Any:
-    return values[index] if isinstance(values, list) and index < len(values) else None
+def _at(names: Sequence[str], index: int) -> str:
+    return names[index] if index < len(names) else ""
 
 
 def _signature(node: TraceNode) -> str:
@@ -457,13 +446,13 @@ def _signature(node: TraceNode) -> str:
     for position, tensor in node.inputs.tensors:
         by_position.setdefault(position, []).append(tensor)
     return ", ".join(
-        _argument(node.inputs, position, by_position.get(position)) for position in range(len(node.inputs))
+        _argument(node.inputs, position, by_position.get(position)) for position in range(len(node.inputs.values))
     )
 
 
 def _argument(inputs: NodeValues, position: int, tensors: list[TracedTensor] | None) -> str:
     if tensors is None:
-        return str(inputs.values[position])
+        return str(as_traced(inputs.values[position]))
     texts = [_shown_tensor(tensor.type_name, tensor.sizes) for tensor in tensors[:3]]
     if len(tensors) == 1 and inputs.types[position].startswith("Tensor"):
         return texts[0]
@@ -476,8 +465,6 @@ def _shown_tensor(type_name: str, sizes: tuple[int, ...]) -> str:
 
 
 KIND = "execution-trace"
-_PASSES = 3
-_MOST_KEPT = 1 << 16  # nodes, of some kilobytes each
 
 
 def import_execution_trace(
@@ -505,14 +492,9 @@ def import_execution_trace(
             "level launching: an execution trace does not show what launched work; the deepest operators are taken"
         )
     operators = Operators(options.libraries, options.names)
-    calls = NodeCalls(operators, full=trace.kept)
-    steps: list[NodeStep | None] = []
-    for node, _position, chosen in trace.nodes(selection, 1):
-        step = calls.step(node, chosen)
-        if trace.kept:
-            steps.append(step)
-    if not trace.kept:
-        calls = NodeCalls(operators, calls)
+    calls = NodeCalls(operators)
+    nodes = trace.nodes(selection)
+    steps = [calls.step(node, chosen) for node, _position, chosen in nodes]
     ranks = rank_fields(trace.rank, trace.world_size, place)
     policies = {"schema": trace.schema, "traced": trace.time, "rewrite": options.rewrite}
     session = imported_session(KIND, report.source, **ranks, policies=policies | of_ranks(options.together))
@@ -525,8 +507,7 @@ def import_execution_trace(
         )
         writer = GraphWriter(capture, report, calls, content, portable, trace.groups, collectives)
         marks = _Marks(capture)
-        for number, (node, position, chosen) in enumerate(trace.nodes(selection, 2)):
-            step = steps[number] if steps else calls.step(node, chosen)
+        for (node, position, _chosen), step in zip(nodes, steps, strict=True):
             if step is None:
                 writer.inside(node)
                 continue
@@ -555,77 +536,52 @@ def _finish(report: ImportReport, trace: _Trace, selection: ChosenNodes, place: 
 
 
 class _Trace:
-    """The file, read as often as needed."""
+    """The file, read once: its nodes, and what it says of itself."""
 
     def __init__(self, path: str, progress: Progress | None, member: str) -> None:
-        self.path = path
+        self.path, self.member = path, member
         self._progress = progress
-        self.member = self._wanted_member = member
         self.schema = ""
         self.time: str | None = None
         self.version = (0, 0, 0)
         self.problems: list[str] = []
-        self._broken: set[int] = set()  # entries that are not nodes, by their place in the file
-        self._length = 0
-        self._kept: list[TraceNode] | None = []  # all nodes, if there are few
+        self._nodes: list[TraceNode] = []
         self.rank: int | None = None
         self.world_size = 1
         self.groups: dict[str, dict[str, Any]] = {}
 
-    @property
-    def kept(self) -> bool:
-        """Whether all nodes are in memory."""
-        return self._kept is not None
-
-    def _rows(self, number: int) -> Iterator[tuple[str, Any]]:
-        with JsonStream.open(self.path, self._share(number), member=self._wanted_member) as stream:
+    def _rows(self) -> Iterator[tuple[str, Any]]:
+        with JsonStream.open(self.path, self._progress, member=self.member) as stream:
             self.member = stream.member
             yield from stream.entries({"nodes"})
-            if number == 0:
-                self.problems = [*(str(problem) for problem in stream.problems), *self.problems]
-
-    def _share(self, number: int) -> Progress | None:
-        """The progress of one pass as a share of the whole."""
-        progress = self._progress
-        if progress is None:
-            return None
-
-        def share(done: int, length: int) -> None:
-            self._length = length
-            progress((number * length + done) // _PASSES, length)
-
-        return share
+            self.problems = [*(str(problem) for problem in stream.problems), *self.problems]
 
     def select(self, *, roots: bool) -> ChosenNodes:
-        """The first pass. Raises InvalidCapture if the file is not an execution trace."""
+        """Read it. Raises InvalidCapture if the file is not an execution trace."""
         skeleton = NodeTable(self.path)
         entry = -1
-        for key, value in self._rows(0):
-            entry += key == "nodes"
-            if key == "schema":
-                self.schema, self.version = str(value), schema_version(value, self.path)
-            elif key == "time":
-                self.time = str(value)
-            elif key == "nodes":
+        for key, value in self._rows():
+            if key == "nodes":
+                entry += 1
                 if not self.schema:
                     raise InvalidCapture(f"{self.path}: not an execution trace: its nodes come before a schema version")
                 try:
                     node = node_of(value)
                 except ValueError as error:
-                    self._broken.add(entry)
                     self.problems.append(f"entry {entry} of the nodes was passed over: {error}")
                     continue
                 skeleton.add(node)
-                if self._kept is not None:
-                    self._kept.append(node)
-                    if len(self._kept) > _MOST_KEPT:
-                        self._kept = None
+                self._nodes.append(node)
                 if self.rank is None:
                     self.rank = rank_said(node)
                 if node.name == GROUPS:
                     listed = groups_listed(node)
                     self.groups |= {str(group.get("pg_name")): group for group in listed}
                     self.world_size = max(self.world_size, world_said(listed))
+            elif key == "schema":
+                self.schema, self.version = str(value), schema_version(value, self.path)
+            elif key == "time":
+                self.time = str(value)
         if not self.schema or not len(skeleton):
             raise InvalidCapture(
                 f"{self.path}: not an execution trace: expected an object with a schema version and nodes"
@@ -633,49 +589,20 @@ class _Trace:
             )
         return skeleton.select(roots=roots)
 
-    def nodes(self, selection: ChosenNodes, number: int) -> Iterator[tuple[TraceNode, int, bool]]:
+    def nodes(self, selection: ChosenNodes) -> list[tuple[TraceNode, int, bool]]:
         """The chosen nodes in the order in which they ran, with True; between them, with False, the nodes inside them
         that say something about memory or collectives."""
-        found = self._wanted(selection, number)
-        if selection.ordered:
-            yield from found
-        else:
-            yield from _by_id(found, selection.before)
-
-    def _wanted(self, selection: ChosenNodes, number: int) -> Iterator[tuple[TraceNode, int, bool]]:
-        chosen = iter(selection.chosen)
-        following = next(chosen, None)
-        for position, node in enumerate(self._again(number)):
-            if position == following:
-                yield node(), position, True
-                following = next(chosen, None)
-            elif selection.inside(position) and (inner := node()).name.startswith(_TELLING):
-                yield inner, position, False
-
-    def _again(self, number: int) -> Iterator[Callable[[], TraceNode]]:
-        """Every node once more, as a function that returns it."""
-        if self._kept is not None:
-            share = self._share(number)
-            for position, node in enumerate(self._kept):
-                if share is not None and not position % 1024:
-                    share(self._length * position // len(self._kept), self._length)
-                yield partial(_itself, node)
-            if share is not None:
-                share(self._length, self._length)
-            return
-        entry = -1
-        for key, row in self._rows(number):
-            entry += key == "nodes"
-            if key == "nodes" and entry not in self._broken:
-                yield partial(node_of, row)
-
-
-def _itself(node: TraceNode) -> TraceNode:
-    return node
+        chosen = set(selection.chosen)
+        found = [
+            (node, position, position in chosen)
+            for position, node in enumerate(self._nodes)
+            if position in chosen or (selection.inside(position) and node.name.startswith(_TELLING))
+        ]
+        return found if selection.ordered else list(_by_id(found, selection.before))
 
 
 def _by_id(
-    found: Iterator[tuple[TraceNode, int, bool]], before: Mapping[int, int]
+    found: Iterable[tuple[TraceNode, int, bool]], before: Mapping[int, int]
 ) -> Iterator[tuple[TraceNode, int, bool]]:
     """The chosen nodes by id, each after the nodes inside it and after those that ran before it."""
     groups: list[list[tuple[TraceNode, int, bool]]] = [[]]

@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
 from replayfmt.format.validation import parse_json
@@ -55,37 +55,20 @@ def operator_name(schema: str) -> tuple[str, str]:
     return name, overload
 
 
-@dataclass(frozen=True)
-class NodeValues:
-    """A node's inputs or outputs, by position. `strides` is None before schema 1.1.1."""
+class NodeValues(NamedTuple):
+    """A node's inputs or outputs, by position: tensors, in lists as well, as TracedTensors, anything else as the trace
+    has it. `tensors` are those that are defined, each with the position of its argument. `strided`: the trace has
+    strides, as from schema 1.1.1 on."""
 
     values: list[Any]
-    shapes: list[Any]
-    types: list[str]
-    strides: list[Any] | None
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    @cached_property
-    def tensors(self) -> list[tuple[int, TracedTensor]]:
-        """Every tensor, including those in lists, with the position of its argument."""
-        found: list[tuple[int, TracedTensor]] = []
-        for position in range(len(self.values)):
-            kind = self.types[position] if position < len(self.types) else ""
-            if "Tensor" in kind:
-                found += (
-                    (position, each)
-                    for each in _tensors(
-                        self.values[position], _at(self.shapes, position), _at(self.strides, position), kind
-                    )
-                )
-        return found
+    types: tuple[str, ...]
+    strided: bool
+    tensors: list[tuple[int, TracedTensor]]
 
 
-@dataclass(frozen=True)
-class TraceNode:
-    """One node. `schema` is "" if it is not an operator; `kernel_file` names a Triton kernel's source."""
+class TraceNode(NamedTuple):
+    """One node. `schema` is "" if it is not an operator; `kernel_file` names a Triton kernel's source. `attributes` are
+    those that have no field of their own."""
 
     id: int
     name: str
@@ -97,7 +80,8 @@ class TraceNode:
     outputs: NodeValues
     kernel_backend: str = ""
     kernel_file: str = ""
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    forward: int = 0
+    attributes: Mapping[str, Any] = {}
 
     def integer_ranges(self) -> dict[int, tuple[int, int]]:
         """Smallest and largest element of integer input tensors, by number among all input tensors."""
@@ -111,25 +95,40 @@ class TraceNode:
             return {}
 
 
+# What a node's attributes are without, and then have no need of keeping: by name, those of a TraceNode's fields first.
+_OWN_ATTRIBUTES: dict[str, Any] = {
+    "tid": 0,
+    "scope": 0,
+    "op_schema": "",
+    "kernel_backend": "",
+    "kernel_file": "",
+    "fw_parent": 0,
+    **dict.fromkeys(("rf_id", "seq_id", "fw_tid"), 0),
+}
+
+
 def node_of(row: Any) -> TraceNode:
     """A node from its JSON object. Raises ValueError if it is not one, or lacks a required field."""
     if not isinstance(row, dict):
         raise ValueError(f"it is not an object: {json.dumps(row)[:60]}")
     try:
         if "attrs" in row:
-            attributes = {each["name"]: each["value"] for each in row["attrs"]}
+            said = {each["name"]: each["value"] for each in row["attrs"]}
+            own = [said.pop(name, default) for name, default in _OWN_ATTRIBUTES.items()]
+            thread, scope, schema, backend, kernel_file, forward, *_unused = own
             return TraceNode(
                 _number(row["id"]),
-                str(row["name"]),
+                sys.intern(str(row["name"])),
                 _number(row["ctrl_deps"]),
-                _number(attributes.get("tid", 0)),
-                _number(attributes.get("scope", 0)),
-                str(attributes.get("op_schema", "")),
+                _number(thread),
+                _number(scope),
+                sys.intern(str(schema)),
                 _grouped(row["inputs"]),
                 _grouped(row["outputs"]),
-                str(attributes.get("kernel_backend", "")),
-                str(attributes.get("kernel_file", "")),
-                attributes,
+                sys.intern(str(backend)),
+                sys.intern(str(kernel_file)),
+                forward if isinstance(forward, int) and 0 <= forward < _LIMIT else 0,
+                said if any(said.values()) else {},
             )
         return TraceNode(
             _number(row["id"]),
@@ -138,15 +137,15 @@ def node_of(row: Any) -> TraceNode:
             _number(row["tid"]),
             _number(row["scope"]),
             str(row.get("op_schema", "")),
-            _from_flat_keys(row, "input", "inputs"),
-            _from_flat_keys(row, "output", "outputs"),
+            _values(row["inputs"], row["input_shapes"], row["input_types"], None),
+            _values(row["outputs"], row["output_shapes"], row["output_types"], None),
         )
     except KeyError as error:
         raise ValueError(f"it has no {error}: {json.dumps(row)[:80]}") from None
     except (TypeError, ValueError, AttributeError):
         wrong = [name for name in ("inputs", "outputs") if "attrs" in row and not isinstance(row.get(name), dict)]
-        said = f"its {wrong[0]} are not an object" if wrong else "a field of it has a value of another type"
-        raise ValueError(f"{said}: {json.dumps(row)[:80]}") from None
+        what = f"its {wrong[0]} are not an object" if wrong else "a field of it has a value of another type"
+        raise ValueError(f"{what}: {json.dumps(row)[:80]}") from None
 
 
 def communication(node: TraceNode) -> Mapping[str, Any]:
@@ -222,22 +221,56 @@ def _number(value: Any) -> int:
 
 
 def _grouped(group: Mapping[str, Any]) -> NodeValues:
-    strides = group.get("strides")
-    return NodeValues(
-        list(group["values"]),
-        list(group["shapes"]),
-        [str(each) for each in group["types"]],
-        None if strides is None else list(strides),
-    )
+    return _values(group["values"], group["shapes"], group["types"], group.get("strides"))
 
 
-def _from_flat_keys(row: Mapping[str, Any], prefix: str, values: str) -> NodeValues:
-    types = [str(each) for each in row[f"{prefix}_types"]]
-    return NodeValues(list(row[values]), list(row[f"{prefix}_shapes"]), types, None)
+def _values(values: Any, shapes: Any, types: Any, strides: Any) -> NodeValues:
+    found, shapes = list(values), list(shapes)
+    strides = None if strides is None else list(strides)
+    names, places = _kinds(tuple(map(str, types)))
+    tensors: list[tuple[int, TracedTensor]] = []
+    for position, kind in places:
+        if position < len(found):
+            each = _read(found[position], _at(shapes, position), _at(strides, position), kind)
+            found[position] = each
+            if type(each) is TracedTensor:
+                if each.device:
+                    tensors.append((position, each))
+            elif isinstance(each, list):
+                tensors += ((position, one) for one in _defined(each))
+    return NodeValues(found, names, strides is not None, tensors)
 
 
-@dataclass(frozen=True)
-class TracedTensor:
+@lru_cache(maxsize=4096)
+def _kinds(names: tuple[str, ...]) -> tuple[tuple[str, ...], list[tuple[int, str]]]:
+    """The types of a node's values, made once, and those of them that have tensors, with their positions."""
+    return names, [(position, name) for position, name in enumerate(names) if "Tensor" in name]
+
+
+def _read(value: Any, sizes: Any, strides: Any, kind: str) -> Any:
+    """A value with its tensors as TracedTensors."""
+    head, inner = wrapped(kind)
+    if head == "Tensor":
+        found = traced_tensor(value, sizes, strides, inner[0] if inner else "")
+        return value if found is None else found
+    if isinstance(value, list) and head in ("GenericList", "Tuple", "TensorList"):
+        return [
+            _read(each, _at(sizes, index), _at(strides, index), _at(inner, index) or "")
+            for index, each in enumerate(value)
+        ]
+    return value
+
+
+def _defined(values: list[Any]) -> Iterator[TracedTensor]:
+    for each in values:
+        if type(each) is TracedTensor:
+            if each.device:
+                yield each
+        elif isinstance(each, list):
+            yield from _defined(each)
+
+
+class TracedTensor(NamedTuple):
     """A tensor as a node has it. `storage` stands for the address of its memory, which another allocation may get
     later. `strides` is None if the trace has none."""
 
@@ -295,20 +328,9 @@ def _integers(values: object) -> tuple[int, ...] | None:
     return tuple(values)
 
 
-def _tensors(value: object, sizes: object, strides: object, kind: str) -> Iterator[TracedTensor]:
-    head, inner = wrapped(kind)
-    if head == "Tensor":
-        found = traced_tensor(value, sizes, strides, inner[0] if inner else "")
-        if found is not None and found.defined:
-            yield found
-    elif isinstance(value, list) and head in ("GenericList", "Tuple", "TensorList"):
-        for index, item in enumerate(value):
-            yield from _tensors(item, _at(sizes, index), _at(strides, index), _at(inner, index) or "")
-
-
 def _at(values: Any, index: int) -> Any:
     """An element that may be missing."""
-    return values[index] if isinstance(values, list) and index < len(values) else None
+    return values[index] if isinstance(values, list | tuple) and index < len(values) else None
 
 
 class TensorReader:
@@ -319,47 +341,35 @@ class TensorReader:
         return TensorSpec(dtype_of(tensor.type_name), tensor.sizes, tensor.strides, tensor.device, tensor.offset)
 
 
+def as_traced(value: Any) -> Any:
+    """A value as the trace has it."""
+    if type(value) is TracedTensor:
+        return list(value[:_TENSOR_FIELDS])
+    return [as_traced(each) for each in value] if isinstance(value, list) else value
+
+
 def recorded_inputs(values: NodeValues, reader: TensorReader) -> list[RecordedArgument]:
     """What the trace says about each argument, in the schema's order."""
-    tensors = dict(values.tensors)
-    return [
-        RecordedArgument(ArgumentForm.tensor, tensor=reader.spec(tensors[position]))
-        if position in tensors and values.types[position].startswith("Tensor(")
-        else _recorded(
-            value,
-            _at(values.shapes, position),
-            _at(values.strides, position),
-            _at(values.types, position) or "",
-            reader,
-        )
-        for position, value in enumerate(values.values)
-    ]
+    return [_recorded(value, _at(values.types, position) or "", reader) for position, value in enumerate(values.values)]
 
 
-def _recorded(value: object, sizes: object, strides: object, kind: str, reader: TensorReader) -> RecordedArgument:
+def _recorded(value: object, kind: str, reader: TensorReader) -> RecordedArgument:
+    if type(value) is TracedTensor:
+        if value.defined:
+            return RecordedArgument(ArgumentForm.tensor, tensor=reader.spec(value))
+        if value.type_name.startswith("nullptr"):
+            return NOTHING
+        # Tensors without a storage (sparse, nested, of symbolic sizes) have a dtype anyway.
+        shown = json.dumps(as_traced(value))
+        return RecordedArgument(ArgumentForm.truncated, shown=f"a tensor without a storage: {shown}")
     head, inner = wrapped(kind)
     if head == "Tensor":
-        tensor = traced_tensor(value, sizes, strides, inner[0] if inner else "")
-        if tensor is not None and tensor.defined:
-            return RecordedArgument(ArgumentForm.tensor, tensor=reader.spec(tensor))
-        shown = json.dumps(value)
-        if tensor is None:
-            return RecordedArgument(ArgumentForm.truncated, shown=shown)
-        # Tensors without a storage (sparse, nested, of symbolic sizes) have a dtype anyway.
-        undefined = tensor.type_name.startswith("nullptr")
-        return (
-            NOTHING
-            if undefined
-            else RecordedArgument(ArgumentForm.truncated, shown=f"a tensor without a storage: {shown}")
-        )
-    shown = json.dumps(value)
+        return RecordedArgument(ArgumentForm.truncated, shown=json.dumps(value))
+    shown = json.dumps(as_traced(value))
     if isinstance(value, list):
         if len(value) >= _CUT_LIST_ITEMS:
             return RecordedArgument(ArgumentForm.truncated, shown=f"a list of which {len(value)} items are recorded")
-        items = [
-            _recorded(item, _at(sizes, index), _at(strides, index), _at(inner, index) or "", reader)
-            for index, item in enumerate(value)
-        ]
+        items = [_recorded(item, _at(inner, index) or "", reader) for index, item in enumerate(value)]
         return of_list(items, shown)
     if isinstance(value, str):
         return _text(value, head)

@@ -239,7 +239,7 @@ class NodeTable:
         self._ids.append(node.id)
         self._parents.append(node.parent)
         self._threads.append(node.thread)
-        self._forward.append(_integer(node.attributes.get("fw_parent", 0)))
+        self._forward.append(node.forward)
         self._kinds.append(kind)
         self._names.append(self._name(node.name))
         if node.name in _IN_PYTHON:
@@ -309,10 +309,6 @@ class NodeTable:
         walk.problems += self._damage(walk.positions)
         walk.visit()
         return walk.finish()
-
-
-def _integer(value: object) -> int:
-    return value if isinstance(value, int) and 0 <= value < 1 << 60 else 0
 
 
 class _NodeWalk:
