@@ -9,6 +9,7 @@ threads at once.
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -195,7 +196,7 @@ class CaptureReader(Closing):
         """A storage by id. Raises IndexError if the capture has no such storage."""
         if not 1 <= number <= self.storage_count:
             raise IndexError(f"{self.path}: storage {number} of {self.storage_count}")
-        frame = self.frame(int(np.searchsorted(self._first_storages, number, side="right")) - 1)
+        frame = self.frame(bisect_right(self._first_storages, number) - 1)
         row = number - frame.first_storage
         return Storage(
             number,

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
+from functools import lru_cache
 from itertools import islice
 
 import numpy as np
@@ -374,10 +375,10 @@ class _Law:
     def _correct(self, out: np.ndarray) -> None:
         """Shift and scale the drawn elements to this mean and deviation, which a few elements miss by chance."""
         with np.errstate(over="ignore", invalid="ignore"):
-            center, spread = out.mean(), float(out.std())
+            centered = out - out.mean()
+            spread = float(np.sqrt(np.square(centered).mean()))
         if 0 < spread < math.inf:
-            out -= center
-            out *= self.std / spread
+            np.multiply(centered, self.std / spread, out=out)
             out += self.mean
 
     def _nearest_to_zero(self) -> float:
@@ -449,6 +450,21 @@ def _parts(target: torch.Tensor) -> torch.Tensor:
     return made.set_(target.untyped_storage(), 2 * int(target.storage_offset()), (2 * target.numel(),), (1,))
 
 
+def _least(dtype: torch.dtype, greatest: float | None) -> float:
+    """The smallest magnitude that is drawn where none is greater than `greatest`, if that is known."""
+    info = torch.finfo(dtype)
+    # Float32's own subnormals are slow on many machines; those of the short formats are ordinary numbers in it.
+    short = info.bits < 16 or dtype is torch.float16 or (greatest is not None and greatest < info.smallest_normal)
+    return info.smallest_normal * (info.eps if short else 1)
+
+
+@lru_cache(maxsize=64)
+def _default_law(dtype: torch.dtype, greatest: float | None) -> _Law:
+    info, least = torch.finfo(dtype), _least(dtype, greatest)
+    low = least if dtype is torch.float8_e8m0fnu else info.min
+    return _Law(_Shape.normal, DEFAULT_MEAN, DEFAULT_STD, low, info.max, least)
+
+
 class _Maker:
     """Makes the chunks of one content, of elements that have `width` numbers each."""
 
@@ -491,16 +507,11 @@ class _Maker:
                 yield made
 
     def _choose_law(self, dtype: torch.dtype) -> _Law:
-        info = torch.finfo(dtype)
         known = self._statistics
-        least = info.smallest_normal
-        # Float32's own subnormals are slow on many machines; those of the short formats are ordinary numbers in it.
-        if info.bits < 16 or dtype is torch.float16 or (known is not None and max(-known.min, known.max) < least):
-            least *= info.eps
         count = 0 if known is None else self._elements - sum(self._special)
         if known is None or not count:
-            low = least if dtype is torch.float8_e8m0fnu else info.min
-            return _Law(_Shape.normal, DEFAULT_MEAN, DEFAULT_STD, low, info.max, least)
+            return _default_law(dtype, None if known is None else max(-known.min, known.max))
+        info, least = torch.finfo(dtype), _least(dtype, max(-known.min, known.max))
         low = max(known.min, info.min) or least
         high = min(known.max, info.max) or -least
         # What remains of the sums of elements and of squares, once the zeros and the ends are in their places.

@@ -14,6 +14,7 @@ from html import escape
 from os import PathLike
 from typing import Any, Unpack
 
+from replayfmt.collector import collector_paused
 from replayfmt.errors import ContentNotCaptured, InvalidCapture, ReplayFailed, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import Record
@@ -164,6 +165,7 @@ def _initialized(plan: Plan) -> list[str]:
     return lines
 
 
+@collector_paused()
 def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) -> list[dict[str, Any]]:
     """One `replay` row, which has the times of a later execution under `warm`; a `substitution` row for each
     substituted signature, then a `verdict` row for each op where verdicts were requested."""

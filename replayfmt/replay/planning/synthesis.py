@@ -8,7 +8,7 @@ time. What an initializer returns is checked before anything uses it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -160,6 +160,31 @@ class _Sought:
         """The role of the content, None if its uses do not determine it."""
         return self.demand.role if isinstance(self.demand, Demand) else None
 
+    @cached_property
+    def kind(self) -> _SoughtKind:
+        """What alone decides which initializers fit."""
+        uses = (
+            (each.op, each.overload, each.argument, each.label, each.view.dtype)
+            for each in self.found
+            if _is_direct(each) and each.view is not None
+        )
+        return self.dtype, self.role, tuple(dict.fromkeys(uses))
+
+
+_SoughtKind = tuple[torch.dtype | None, Role | None, tuple[tuple[str, str, str, str, torch.dtype], ...]]
+
+
+def _is_direct(use: FoundUse) -> bool:
+    """Whether an op reads the storage's own elements, as an initializer for the operator fills them."""
+    return use.view is not None and not use.steps and use.followed
+
+
+def _fits(initializer: Initializer, dtype: torch.dtype | None, role: Role | None, uses: Sequence[Any]) -> bool:
+    """Whether an initializer is for content of this kind."""
+    if initializer.whole:
+        return dtype is not None and initializer.matches_content(dtype, role)
+    return any(initializer.names(*names) and initializer.matches_content(of, role) for *names, of in uses)
+
 
 class Synthesis:
     """Fills storages whose content was not captured. `findings` lists those that cannot be filled, and what to do about
@@ -265,9 +290,11 @@ class Synthesis:
                 sought[key] = self._seek(entrance)
             except UnusableContent as error:
                 wrong[key] = str(error)
+        kinds = {each.kind for each in sought.values()}
         for initializer in self._registry:
-            for key, each in list(sought.items()):
-                if key not in self._choices:
+            fitting = {kind for kind in kinds if _fits(initializer, *kind)}
+            for key, each in list(sought.items()) if fitting else ():
+                if key not in self._choices and each.kind in fitting:
                     try:
                         self._offer(initializer, each)
                     except UnusableContent as error:
@@ -329,10 +356,9 @@ class Synthesis:
         return _Sought(entrance, found, demand, recipe, self._dtype(entrance, found, recipe))
 
     def _offer(self, initializer: Initializer, sought: _Sought) -> None:
-        """Assign an initializer if it matches. Raises UnusableContent if the content it makes is not valid."""
+        """Assign an initializer that fits, if it accepts. Raises UnusableContent if what it makes is not valid."""
         if initializer.whole:
-            if sought.dtype is None or not initializer.matches_content(sought.dtype, sought.role):
-                return
+            assert sought.dtype is not None
             request = sought.whole = sought.whole or self._whole_request(sought, sought.dtype)
         else:
             use = self._match(initializer, sought.found, sought.role)
@@ -348,10 +374,11 @@ class Synthesis:
     def _match(self, initializer: Initializer, found: list[FoundUse], role: Role | None) -> Use | None:
         """The first use that matches an initializer for an operator."""
         for each in found:
-            if each.view is None or each.steps or not each.followed:
-                continue
-            if initializer.names(each.op, each.overload, each.argument, each.label) and initializer.matches_content(
-                each.view.dtype, role
+            if (
+                _is_direct(each)
+                and each.view is not None
+                and initializer.names(each.op, each.overload, each.argument, each.label)
+                and initializer.matches_content(each.view.dtype, role)
             ):
                 return self._content_uses.use(each)
         return None
