@@ -368,6 +368,11 @@ _handlers: Any = sys.modules.get("_signal", signal)
 _put_off = False  # whether the main thread is inside one
 
 
+def in_main_thread() -> bool:
+    """Asked of `threading.current_thread`, a thread that the module does not know would be listed from then on."""
+    return threading.get_ident() == threading.main_thread().ident
+
+
 class Uninterrupted:
     """A context manager; see the module. Only the main thread ever runs handlers, so elsewhere it does nothing, nor
     does it inside another one."""
@@ -382,7 +387,7 @@ class Uninterrupted:
 
     def __enter__(self) -> None:
         global _put_off
-        if _put_off or threading.current_thread() is not threading.main_thread():
+        if _put_off or not in_main_thread():
             return
         try:
             for number in _SIGNALS:

@@ -45,7 +45,7 @@ from .program.children import AfterFork, ChildrenSeen, child_path
 from .program.module_scopes import ModuleScopes
 from .program.process import ProgramReplacement, Termination
 from .program.thread_attachment import HookAttachment, ModeAttachment, ThreadAttachment
-from .program.threads import FLUSHING, Threads
+from .program.threads import HiddenThread, Threads
 from .stream.device_streams import StreamTrace
 from .stream.records import Unrepresentable
 from .stream.scopes import ImplicitScope
@@ -163,7 +163,7 @@ class Recorder:
         self._children = children
         self._dynamo: Watch | None = None
         self._threads: Threads | None = None
-        self._flusher: threading.Thread | None = None
+        self._flusher: HiddenThread | None = None
         self._closed = False
         self._forked = False
         self._implicit_scope = implicit_scope
@@ -260,7 +260,7 @@ class Recorder:
             core.resume()
         core.attempt(self._threads.started)
         core.look = self._threads.look
-        self._flusher = threading.Thread(target=self._flush_loop, name=FLUSHING, daemon=True)
+        self._flusher = HiddenThread(self._flush_loop)
         self._flusher.start()
 
     def close(self) -> None:
@@ -288,7 +288,7 @@ class Recorder:
             problem = self._put_back(core) or problem
         if problem is not None and core.failure is None:
             raise CaptureFailed(f"{self.path}: the capture could not be ended in order: {problem!r}") from problem
-        if self._flusher is not None and not self._forked and self._flusher is not threading.current_thread():
+        if self._flusher is not None and not self._forked:
             self._flusher.join(_PATIENCE_S)
         if core.failure is not None:
             raise core.failure

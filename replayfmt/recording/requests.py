@@ -17,10 +17,12 @@ from types import FrameType
 from typing import Any, Unpack
 
 from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, UsageError
+from replayfmt.format.output import in_main_thread
 from replayfmt.format.validation import check_function, count_of, counted, path_of, tell
 
 from .options import CaptureKeywords, CaptureOptions
 from .program.process import Termination
+from .program.threads import HiddenThread
 from .recorder import Recorder
 from .supervisor import output_path
 
@@ -50,7 +52,7 @@ class CaptureRequests:
         self._asked: SimpleQueue[bool] = SimpleQueue()
         self._previous: Any = None
         self._termination = Termination(self.close)
-        self._thread = threading.Thread(target=self._serve, name="opreplay requests", daemon=True)
+        self._thread = HiddenThread(self._serve)
 
     def install(self) -> None:
         """Start listening. Raises UsageError if the signal cannot be handled."""
@@ -110,12 +112,10 @@ class CaptureRequests:
             self._attempt(self._stop_and_say)
         self._asked.put(False)
         # The interpreter's end aborts the process if it finds a thread in C++. `on_event` may be slow, or call this.
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_PATIENCE_S)
+        self._thread.join(_PATIENCE_S)
         atexit.unregister(self.close)
         self._termination.remove()
-        main = threading.current_thread() is threading.main_thread()
-        if main and self._signal is not None and signals.getsignal(self._signal) == self._handle:
+        if in_main_thread() and self._signal is not None and signals.getsignal(self._signal) == self._handle:
             signals.signal(self._signal, self._previous)
 
     # ----------------------------------------------------------------------------------------------------- from outside

@@ -375,11 +375,14 @@ def test_a_warning_is_shown_where_it_is_without_a_capture(capture: Capture) -> N
 LISTS_ITS_TENSORS = """
 import gc
 import sys
+import threading
 import numpy as np
 import torch
 
 def shapes():
-    return sorted(tuple(each.shape) for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    kinds = torch.UntypedStorage, torch.TypedStorage, threading.Thread
+    others = sorted(type(each).__name__ for each in gc.get_objects() if issubclass(type(each), kinds))
+    return sorted(tuple(each.shape) for each in gc.get_objects() if issubclass(type(each), torch.Tensor)), others
 
 torch.set_grad_enabled(len(sys.argv) > 1)
 model = torch.nn.Linear(2, 2)
@@ -396,7 +399,9 @@ print([each[0] for each in seen], seen[-1][3])
 
 
 @pytest.mark.slow
-def test_a_program_that_lists_its_tensors_finds_none_of_the_recorders(tmp_path: Path, recorder: str) -> None:
+def test_a_program_that_lists_its_tensors_storages_and_threads_finds_none_of_the_recorders(
+    tmp_path: Path, recorder: str
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(LISTS_ITS_TENSORS)
     captured = [sys.executable, "-m", "opreplay_tools.capture", f"--recorder={recorder}", "-o", str(tmp_path / "c")]
@@ -407,3 +412,26 @@ def test_a_program_that_lists_its_tensors_finds_none_of_the_recorders(tmp_path: 
         return subprocess.run([*command, str(program), *backward], check=True, capture_output=True, text=True).stdout
 
     assert printed(sys.executable) == printed(*captured)
+
+
+WAITS_FOR_ITS_THREADS = """
+import threading
+import torch
+
+for _ in range(3):
+    threading.Thread(target=lambda: torch.ones(3) + 1).start()
+for thread in threading.enumerate():
+    if thread is not threading.current_thread():
+        thread.join()
+torch.ones(3).sum()
+print(threading.enumerate() == [threading.main_thread()], threading.active_count())
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_waits_for_every_thread_does_not_wait_for_the_recorders(tmp_path: Path, recorder: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(WAITS_FOR_ITS_THREADS)
+    captured = [sys.executable, "-m", "opreplay_tools.capture", f"--recorder={recorder}", "-o", str(tmp_path / "c")]
+    done = subprocess.run([*captured, str(program)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True 1\n"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 from torch._C import _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from replayfmt.format.output import in_main_thread
 
 from ..dispatch.mode import mode_stack
 from ..frames import leave_no_frames, leave_no_own_frame
@@ -141,7 +142,7 @@ class Interruptions:
     @staticmethod
     def _replace_handlers(replacement: Callable[[Any], Any]) -> None:
         """Handlers can be set in the main thread only. Elsewhere they stay: they pass calls on."""
-        if threading.current_thread() is not threading.main_thread():
+        if not in_main_thread():
             return
         for number in signal.valid_signals():
             handler = _handlers.getsignal(number)

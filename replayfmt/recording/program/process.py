@@ -15,12 +15,13 @@ import importlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
+
+from replayfmt.format.output import in_main_thread
 
 from ..frames import in_recorders_work
 from ..patches import Patch, PatchSet
@@ -141,7 +142,7 @@ class Termination:
     def install(self, only_default: bool = False) -> None:
         """Set the handler. Call it in the main thread. It is not set if SIGTERM is ignored, as for some background
         jobs, or, with `only_default`, if the program has a handler of its own."""
-        if threading.current_thread() is not threading.main_thread():
+        if not in_main_thread():
             return
         previous = signal.getsignal(signal.SIGTERM)
         if previous is signal.SIG_DFL or (callable(previous) and not only_default):
@@ -152,7 +153,7 @@ class Termination:
     def remove(self) -> None:
         """Restore the previous handler, unless the program has set its own. Idempotent. Outside the main thread nothing
         can be restored: SIGTERM then still exits with 143, with nothing left to close."""
-        if self._installed and threading.current_thread() is threading.main_thread():
+        if self._installed and in_main_thread():
             self._installed = False
             if signal.getsignal(signal.SIGTERM) == self._handle:
                 signal.signal(signal.SIGTERM, self._previous)

@@ -12,6 +12,7 @@ runs. (A worker is in a pass at nearly every step, and would be asked at each.)
 
 from __future__ import annotations
 
+import _thread
 import functools
 import sys
 import threading
@@ -34,8 +35,6 @@ from .thread_attachment import NextStep, ThreadAttachment, how_it_ran, leave_fin
 if TYPE_CHECKING:
     from ..capture_session import CaptureSession
 
-FLUSHING = "opreplay-flush"  # the name of the recorder's own thread
-
 # Every Python function that starts a thread, under each name by which modules call it.
 _STARTERS = (
     ("_thread", "start_new_thread"),
@@ -47,6 +46,31 @@ _STARTERS = (
 _WAITING_S = 0.05  # a thread that has not run for so long waits for something, and joins when it goes on
 _LONGEST_JOINING_S = 3.0
 _PATIENCE = 10_000  # steps allowed to a thread that is to leave while something has set the mode aside
+
+
+class HiddenThread:
+    """A thread of the recorder's own. The `threading` module does not know it: a program may wait for every thread that
+    is listed there."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._over = _thread.allocate_lock()
+        self._ident = 0
+
+    def start(self) -> None:
+        self._over.acquire()
+        self._ident = _thread.start_new_thread(self._run, ())
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._over.release()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until it is over; not from within, nor for one that was not started."""
+        if self._ident not in (0, get_ident()) and self._over.acquire(timeout=timeout_s):
+            self._over.release()
 
 
 class Threads:
@@ -209,7 +233,7 @@ class Threads:
         self._late_idents.discard(ident)
         owner = getattr(function, "__self__", None)
         name = vars(owner).get("_name", "") if issubclass(type(owner), threading.Thread) else ""
-        if name == FLUSHING or name.startswith(DIGESTING):
+        if type(owner) is HiddenThread or name.startswith(DIGESTING):
             self._own.add(number)
             self._presence.leave()  # it may have been found before it got here
             self._carrying.discard(number)

@@ -10,6 +10,7 @@ outside, marked as written) have `size` -1 and a `State`.
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -46,6 +47,7 @@ _ENTERS_BYTES = 1 << 28  # unwritten memory larger than this is left out of dige
 # Why bytes that nothing wrote enter: an op reads them, or declares that it writes them.
 _AS_IT_IS = ("uninitialized_read", "written_argument")
 _CPU = torch.device("cpu")
+_hide_from_collector = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("PyObject_GC_UnTrack", ctypes.pythonapi))
 
 
 class Storages:
@@ -116,6 +118,8 @@ class Storages:
         tracker.size = length
         tracker.imports = 0
         setattr(storage, ATTRIBUTE, tracker)
+        # A program that lists what the collector knows does not find objects that PyTorch made for the recorder.
+        _hide_from_collector(storage)
         return tracker
 
     def _add_storage(
