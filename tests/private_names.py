@@ -78,8 +78,10 @@ torch._C._dispatch_has_kernel_for_dispatch_key
 torch._C._dispatch_key_for_device
 torch._C._dispatch_keys
 torch._C._dispatch_library
+torch._C._dispatch_tls_is_dispatch_key_excluded
 torch._C._dispatch_tls_local_exclude_set
 torch._C._dispatch_tls_local_include_set
+torch._C._dispatch_tls_set_dispatch_key_excluded
 torch._C._distributed_c10d.ProcessGroup
 torch._C._dynamo.eval_frame._FrameAction
 torch._C._dynamo.eval_frame._FrameExecStrategy
@@ -116,6 +118,7 @@ torch._C._get_operation_overload
 torch._C._get_qengine
 torch._C._get_sdp_priority_order
 torch._C._has_torch_function_unary
+torch._C._get_tracing_state
 torch._C._jit_get_operation
 torch._C._jit_get_schemas_for_operator
 torch._C._last_executed_optimized_graph

@@ -32,6 +32,7 @@ from replayfmt.pytorch.tensors.memory import tensors_in
 from .composite_operators import AsInProgram, Body, CompositeDecomposition, is_composite_operator, own_backends
 from .stream.records import Unrepresentable
 
+_TRACER: Any = torch._C._parse_dispatch_key("Tracer")
 _KEYS = ("CPU", "CUDA", "XPU", "MPS", "HPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 _PYTORCH = os.path.dirname(torch.__file__) + os.sep
 _FOR_PROGRAMS = os.path.join(_PYTORCH, "library.py")  # where `torch.library.impl` registers what programs give it
@@ -325,9 +326,27 @@ def caller_of(func: torch._ops.OpOverload) -> Callable[..., Any]:
     """A function that calls an overload from inside the mode's handler as the program would have called it."""
     # No `__torch_function__` sees a call that arrives at the dispatch mode, so none may see it leave.
     name, overload = func._schema.name, func._schema.overload_name or "default"
+    if name == "aten::convolution":
+        return traced(unheard(func))
     if operators.operator_named(name).own or name_problem(name, overload):
         return unheard(func)
     return AsInProgram(func, unheard(func))
+
+
+def traced(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`aten::convolution`, which torch.jit.trace does not note: it notes an operator that is called inside. For what a
+    dispatch mode calls, the tracer is off."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._get_tracing_state() is None or not torch._C._dispatch_tls_is_dispatch_key_excluded(_TRACER):
+            return call(*args, **kwargs)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_TRACER, False)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(_TRACER, True)
+
+    return called
 
 
 def unheard(func: torch._ops.OpOverload) -> Callable[..., Any]:

@@ -283,6 +283,7 @@ _PACKAGE = (
 _STATIC = (
     "the static runtime calls most kernels without the dispatcher; capture the TorchScript module it was made from"
 )
+_OF_INFERENCE = "; capture the module that was given to torch.jit.optimize_for_inference"
 _LAUNCH = (
     "PyTorch launches this kernel without an operator; launch it inside of one (torch.library.custom_op), and the call "
     "of that operator is recorded"
@@ -351,10 +352,11 @@ def _script(recorder: HookHost, original: Function) -> Function:
     def leave(region: Any, values: Any) -> None:
         hidden = _hiding_nodes()
         if hidden and recorder.launching():
+            advice = _OF_INFERENCE if any("mkldnn" in kind.lower() for kind in hidden) else ""
             recorder.unsupported(
                 "compiled_region",
                 f"torch.jit {getattr(region, 'name', type(region).__name__)}",
-                f"TorchScript ran {', '.join(hidden)}, which call no operators",
+                f"TorchScript ran {', '.join(hidden)}, which call no operators{advice}",
             )
             _mark(recorder, tensors_of(values))
 

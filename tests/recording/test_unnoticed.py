@@ -48,6 +48,14 @@ def logging_subclass() -> Any:
     return seen, x.grad.tolist()
 
 
+def traced() -> Any:
+    """A convolution is traced as an operator that it calls, which PyTorch does not see under a mode."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 2), torch.nn.BatchNorm2d(3), torch.nn.ReLU()).eval()
+    example, x = torch.ones(1, 2, 4, 4), torch.randn(1, 2, 4, 4)
+    with torch.no_grad():
+        return torch.jit.trace(model, example)(x).tolist()
+
+
 def strict_subclass() -> Any:
     """One that refuses what it does not know, in the backward pass too, where nothing keeps it from being asked."""
 
@@ -155,6 +163,7 @@ def wrapped_numbers() -> Any:
 
 
 PROGRAMS = [
+    traced,
     wrapped_numbers,
     own_classes,
     lazy_modules,
