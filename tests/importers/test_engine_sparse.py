@@ -207,6 +207,39 @@ def test_rows_of_experts_are_multiplied_shuffled_and_summed() -> None:
     _close(total, (expected[places.long()] * share.unsqueeze(2)).sum(1))
 
 
+@pytest.mark.parametrize("name", ["moe_permute", "moe_permute_with_scratch"])
+def test_tokens_are_sorted_by_expert_and_summed_again(name: str) -> None:
+    data, share = torch.randn(3, 8), torch.rand(3, 2)
+    chosen = torch.tensor([[2, 0], [3, 2], [0, 2]], dtype=torch.int32)
+    rows, begins = torch.zeros(6, 8), torch.zeros(5, dtype=torch.int64)
+    place, order = torch.zeros(6, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
+    given: dict[str, Any] = {"input": data, "topk_ids": chosen, "token_expert_indices": torch.zeros_like(chosen)}
+    given |= {"expert_map": None, "n_expert": 4, "n_local_expert": 4, "topk": 2, "permuted_input": rows}
+    given |= {"expert_first_token_offset": begins, "inv_permuted_idx": place, "permuted_idx": order}
+    if name.endswith("scratch"):
+        scratch = ("sort_workspace", "permuted_experts_id", "sorted_row_idx", "topk_ids_for_sort")
+        given |= {each: torch.zeros(6) for each in scratch}
+    run(f"_moe_C::{name}", **given)
+    assert begins.tolist() == [0, 2, 2, 5, 6]  # experts 0, 0, 2, 2, 2, 3
+    assert order.tolist() == [1, 4, 0, 3, 5, 2]
+    assert place[order.long()].tolist() == [*range(6)]
+    _close(rows, data[order.long() // 2])
+    total = torch.zeros(3, 8)
+    given = {"permuted_hidden_states": rows, "topk_weights": share, "inv_permuted_idx": place, "topk": 2}
+    run("_moe_C::moe_unpermute", **given, expert_first_token_offset=begins, hidden_states=total)
+    _close(total, data * share.sum(1, keepdim=True))
+
+
+def test_tokens_that_are_sorted_for_some_experts_or_in_blocks_are_refused() -> None:
+    chosen = torch.zeros(3, 2, dtype=torch.int32)
+    given: dict[str, Any] = {"input": torch.zeros(3, 8), "topk_ids": chosen, "token_expert_indices": chosen}
+    given |= {"n_expert": 4, "n_local_expert": 2, "topk": 2, "permuted_input": torch.zeros(6, 8)}
+    given |= {"expert_first_token_offset": torch.zeros(3), "inv_permuted_idx": chosen, "permuted_idx": chosen}
+    assert "expert_map" in refusal("_moe_C::moe_permute", **given, expert_map=torch.zeros(4))
+    blocks = {"align_block_size": 128, "m_indices": torch.zeros(128)}
+    assert "align_block_size" in refusal("_moe_C::moe_permute", **given, expert_map=None, **blocks)
+
+
 def test_norms_and_activations_of_newer_versions() -> None:
     data, weight, residual = torch.randn(3, 16), torch.randn(16), torch.randn(3, 16)
     normal = (data + residual) * torch.rsqrt((data + residual).pow(2).mean(-1, keepdim=True) + 1e-6)

@@ -321,6 +321,25 @@ def shuffled_rows(calls: RewrittenCalls, given: Given, _results: Recorded) -> No
     calls.write(given["output"], calls.one("aten::index_select", self=given["input"], dim=0, index=given["map"]))
 
 
+def permuted(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    """Each token once for each of its experts, sorted by expert; where each comes from and goes to, and where each
+    expert's begin."""
+    plain("sorting", given, expert_map=(None,), align_block_size=(None,))
+    data, target, begins = given["input"], given["permuted_input"], given["expert_first_token_offset"]
+    if target.meta.sizes[0] != math.prod(given["topk_ids"].meta.sizes):
+        raise CannotRewrite("sorting into more rows than there are choices")
+    ids = calls.one("aten::reshape", self=calls.cast(given["topk_ids"], DType.int64), shape=[-1])
+    experts, order = calls.call("aten::sort.stable", {"self": ids, "stable": True, "dim": 0, "descending": False})
+    _sorted, place = calls.call("aten::sort.stable", {"self": order, "stable": True, "dim": 0, "descending": False})
+    token = calls.one("aten::floor_divide.Scalar", self=order, other=given["topk"])
+    calls.write(target, calls.one("aten::index_select", self=data, dim=0, index=token))
+    numbers = calls.count(begins.meta.sizes[0])
+    calls.write(begins, calls.one("aten::searchsorted.Tensor", sorted_sequence=experts, self=numbers))
+    for name, rows in (("inv_permuted_idx", place), ("permuted_idx", order)):
+        where = given[name]
+        calls.write(where, calls.one("aten::reshape", self=rows, shape=list(where.meta.sizes)))
+
+
 def unpermuted(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     """The weighted sum of what each token's experts made, which stand sorted by expert."""
     weights, target = given["topk_weights"], given["hidden_states"]

@@ -32,6 +32,7 @@ from .engine_experts import (
     grouped_topk,
     moe_align,
     moe_sum,
+    permuted,
     shuffled_rows,
     topk,
     unpermuted,
@@ -134,6 +135,11 @@ _ALIGN = (
     "(Tensor topk_ids, int num_experts, int block_size, Tensor(a!) sorted_token_ids, Tensor(b!) experts_ids, "
     "Tensor(c!) num_tokens_post_pad"
 )
+_PERMUTE = (
+    "(Tensor input, Tensor topk_ids, Tensor token_expert_indices, Tensor? expert_map, int n_expert, "
+    "int n_local_expert, int topk, "
+)
+_PERMUTED = "Tensor(b!) expert_first_token_offset, Tensor(c!) inv_permuted_idx, Tensor(d!) permuted_idx"
 _CUMSUM = ", Tensor? cumsum_buffer=None, bool pad_sorted_token_ids=False) -> ()"
 _SCALED = "(Tensor mat_a, Tensor mat_b, Tensor scales_a, Tensor scales_b, ScalarType out_dtype"
 _HIDDEN = "(Tensor(a!) hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, "
@@ -519,6 +525,16 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         "(Tensor input, Tensor(a!) output, Tensor? topk_ids=None, Tensor? expert_map=None) -> ()",
     ),
     "sgl_kernel::moe_sum": (moe_sum, "(Tensor input, Tensor(a!) output) -> ()"),
+    "_moe_C::moe_permute": (
+        permuted,
+        f"{_PERMUTE}Tensor(a!) permuted_input, {_PERMUTED}) -> ()",
+        f"{_PERMUTE}int? align_block_size, Tensor(a!) permuted_input, {_PERMUTED}, Tensor(e!) m_indices) -> ()",
+    ),
+    "_moe_C::moe_permute_with_scratch": (
+        permuted,
+        f"{_PERMUTE}Tensor(a!) permuted_input, {_PERMUTED}, Tensor(e!) sort_workspace, "
+        "Tensor(f!) permuted_experts_id, Tensor(g!) sorted_row_idx, Tensor(h!) topk_ids_for_sort) -> ()",
+    ),
     "_moe_C::moe_unpermute": (
         unpermuted,
         "(Tensor permuted_hidden_states, Tensor topk_weights, Tensor inv_permuted_idx, "
