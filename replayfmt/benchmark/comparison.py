@@ -151,7 +151,9 @@ def measure_both(
     and ReplayFailed as a replay does.
     """
     if plan.substitution is None:
-        raise UsageError("--compare needs --replay-kernel-substitution: there is nothing to compare with")
+        raise UsageError(
+            "--compare needs --replay-kernel-substitution or --autotune=again: there is nothing to compare with"
+        )
     return _ComparisonRunner(plan, plan.substitution.table, options, timed_by(plan, clock), progress or unseen).run()
 
 
@@ -233,7 +235,7 @@ class _ComparisonRunner:
         timer.begin_replay()
         result = self._plan.run_with(side.plain, on_scope=followed_by(watches), timer=timer, keep=True)
         require_match(result, "while it was timed")
-        side.whole.append(timer.stopwatch.read())
+        side.whole.append(timer.read())
         for times, watch in zip(side.scopes, watches, strict=True):
             times.append(watch.end_replay())
 

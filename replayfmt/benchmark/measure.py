@@ -396,9 +396,9 @@ class _Runner:
         self._timer.begin_replay()
         if self._graph is not None:
             self._graph.replay(self._timer)
-            return self._timer.stopwatch.read()
+            return self._timer.read()
         require_match(self.plan.execute(verify="none", on_scope=on_scope, timer=self._timer), "while it was timed")
-        return self._timer.stopwatch.read()
+        return self._timer.read()
 
 
 def followed_by(watches: Sequence[ScopeWatch]) -> OnScope | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -25,6 +25,7 @@ from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import some_of
 from replayfmt.pytorch.accelerators import is_accelerator
+from replayfmt.pytorch.device_work import time_left
 
 _CLOSEST = 12  # at most this many of the capture's scopes are listed in an error
 
@@ -284,6 +285,12 @@ class DeviceTimer:
         before."""
         return any(begin.query() for begin, _ in self._pairs[self._used - 1])
 
+    def time_left(self) -> int:
+        """For how long the devices work on, on streams that have no events, when those with events are done."""
+        for _, end in self._pairs[self._used - 1]:
+            end.synchronize()
+        return time_left(self._devices)
+
     def read(self) -> float:
         milliseconds = 0.0
         for pairs in self._pairs[: self._used]:
@@ -424,6 +431,10 @@ class Stopwatch:
         """Whether a device has come to the last start by now (`DeviceTimer.began`)."""
         return self._device is not None and self._device.began()
 
+    def time_left(self) -> int:
+        """Waits for what was begun before the last stop; see `DeviceTimer.time_left`."""
+        return 0 if self._device is None else self._device.time_left()
+
     def read(self) -> Readings:
         """What has been measured since `reset`. Devices must have finished their work."""
         real, cpu = self._host.read()
@@ -500,14 +511,14 @@ class ReplayTimer:
         self._prepare = prepare
         self.stopwatch = stopwatch
         self._watches = tuple(watches)
-        self._running = False
+        self._running, self._left_ns = False, 0
 
     def begin_replay(self) -> None:
         """Reset the previous replay's time."""
         self.stopwatch.reset()
         for watch in self._watches:
             watch.begin_replay()
-        self._running = False
+        self._running, self._left_ns = False, 0
 
     def start(self) -> None:
         for prepare in self._prepare:
@@ -518,8 +529,7 @@ class ReplayTimer:
     def pause(self) -> None:
         for watch in self._watches:
             watch.pause()
-        self.stopwatch.stop()
-        self._running = False
+        self._stop()
 
     def resume(self) -> None:
         self._running = True
@@ -529,5 +539,14 @@ class ReplayTimer:
 
     def stop(self) -> None:
         if self._running:
-            self.stopwatch.stop()
-            self._running = False
+            self._stop()
+
+    def _stop(self) -> None:
+        self.stopwatch.stop()
+        self._running = False
+        self._left_ns += self.stopwatch.time_left()
+
+    def read(self) -> Readings:
+        """What has been measured since `begin_replay`, with what was done on streams that only a replacement uses."""
+        found = self.stopwatch.read()
+        return replace(found, real_ns=found.real_ns + self._left_ns)

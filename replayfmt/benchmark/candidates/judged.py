@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from replayfmt.errors import ReplayFailed, UsageError
-from replayfmt.pytorch import guards, rounding
+from replayfmt.pytorch import device_work, guards, rounding
 
 from ..machine import GpuWatch, gpu_caveats, gpu_lines
 from ..per_op.groups import CallWork
@@ -33,7 +33,7 @@ from . import check_script, task_calls, task_cases, task_judging
 EndToEnd = Callable[[str, dict[str, Any]], "dict[str, Any]"]
 
 
-_PARTS = (guards, rounding, task_cases, task_calls, task_judging, check_script)
+_PARTS = (device_work, guards, rounding, task_cases, task_calls, task_judging, check_script)
 _NEEDS_TORCH = """try:
     import torch
 except ImportError as lacking:

@@ -7,6 +7,7 @@ import io
 import math
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from replayfmt.pytorch.device_work import time_left
 from replayfmt.pytorch.guards import CANARY, Memory
 from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of, wide
 
@@ -110,6 +112,27 @@ def _synchronize_current() -> None:
 def synchronize() -> None:
     if _accelerated():
         torch.accelerator.synchronize()
+
+
+def time_of(function: Callable[..., Any], given: list[Arguments], device: torch.device) -> tuple[int, Any]:
+    """Nanoseconds of calls, and what the last one returned. On a device by events on the stream that is current before,
+    and until every other stream is done, too."""
+    returned, stream = None, None
+    synchronize()
+    if device.type != "cpu":
+        stream = torch.accelerator.current_stream(device)
+        begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+        begin.record(stream)
+    began = time.perf_counter_ns()
+    for arguments in given:
+        returned = function(*arguments.positional, **arguments.named)
+    if stream is None:
+        synchronize()
+        return time.perf_counter_ns() - began, returned
+    end.record(stream)
+    end.synchronize()
+    left = time_left([device])
+    return int(begin.elapsed_time(end) * 1e6) + left, returned
 
 
 def expectations(function: Callable[..., Any], case: Case, variant: Variant) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from .task_calls import (
     memories_of,
     number_text,
     run,
-    synchronize,
+    time_of,
 )
 from .task_cases import CAPTURED, Arguments, Case, Variant, import_file, is_float, leaves
 
@@ -96,7 +96,20 @@ class State:
     """The state of this process that a kernel must leave as it is."""
 
     _OWNERS: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional, torch.accelerator, torch.cuda, torch.storage)
-    _OWNERS += (torch.cuda.Event, torch.autograd.profiler, builtins, ctypes, json, math, os, random, threading, time)
+    _OWNERS += (
+        torch.Event,
+        torch.Stream,
+        torch.cuda.Event,
+        torch.autograd.profiler,
+        builtins,
+        ctypes,
+        json,
+        math,
+        os,
+        random,
+        threading,
+        time,
+    )
 
     def __init__(self) -> None:
         own = vars(sys.modules[__name__])
@@ -583,17 +596,11 @@ class CaseJudge:
     ) -> tuple[int, Any, list[Memory]]:
         """Nanoseconds of calls on so many sets of inputs; what the last one returned, and its memory."""
         given = inputs.change(repeat)
-        returned = None
         if flush is not None:
             flush.add_(1)
-        synchronize()
         self._judge.armed = self._judges and function is self._function
         try:
-            began = time.perf_counter_ns()
-            for arguments in given:
-                returned = function(*arguments.positional, **arguments.named)
-            synchronize()  # every stream
-            taken = time.perf_counter_ns() - began
+            taken, returned = time_of(function, given, inputs.device)
         except Exception:
             contents = (inputs.contents(number) for number in range(repeat))
             if inputs.fresh and any(
