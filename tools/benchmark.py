@@ -220,8 +220,10 @@ def _end_to_end(capture: str, candidate: str, task: dict[str, Any], allow_code: 
 
 def refuse_with_compare(context: click.Context, flags: ReplayFlags, per_op: bool) -> None:
     """Raises UsageError for flags that do not go with --compare, and if there is nothing to compare with."""
-    if not flags.replay_kernel_substitution:
-        raise UsageError("--compare needs --replay-kernel-substitution: there is nothing to compare with")
+    if not flags.replay_kernel_substitution and flags.autotune == "captured":
+        raise UsageError(
+            "--compare needs --replay-kernel-substitution or --autotune=again: there is nothing to compare with"
+        )
     if per_op:
         raise UsageError("--compare and --per-op are two ways to measure; give one of them")
     refuse(

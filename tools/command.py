@@ -50,7 +50,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--recorder", "--from", "--level", "--rewrite", "--op-alias",
         "--string-default", "--number-default", "--graph-capture", "--inductor-cache",
     ),
-    "Devices": ("--device", "--streams", "--graphs", "--threads", "--replay-options"),
+    "Devices": ("--device", "--streams", "--graphs", "--autotune", "--threads", "--replay-options"),
     "Verification": (
         "--verify", "--run", "--digests", "--audit", "--opaque-result", "--capture", "--keep-going", "--record",
         "--repeat",

@@ -173,8 +173,7 @@ def _kernel_task(
         raise UsageError(f"--size-limit={size_limit}: expected a number of bytes such as 64M")
     if wanted.everything:
         raise UsageError("--format=kernel-task: name what is to be replaced with --kernel, --scope or --ops")
-    if flags.replay_kernel_substitution:
-        raise UsageError("--replay-kernel-substitution: the task's outputs are those of the captured kernels")
+    flags.refuse_other_kernels("the task's outputs are those of the captured kernels")
     from replayfmt.export.kernel_task import write_task
     from replayfmt.export.task_workloads import TaskOptions
 

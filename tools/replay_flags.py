@@ -252,6 +252,13 @@ _PLAN_OPTIONS = together(
         default="captured",
     ),
     option(
+        "--autotune",
+        "Launch autotuned Triton kernels in the configuration that the program chose, or time on this device those "
+        "that it chose from, and launch the fastest, checked against the captured one.",
+        type=("captured", "again"),
+        default="captured",
+    ),
+    option(
         "--opaque-result OPERATOR[:INDEX]",
         "Results of this operator, or the one with that index, hold bytes that cannot be reproduced (addresses, "
         "unwritten memory): neither compare nor embed them. Repeatable.",
@@ -394,6 +401,7 @@ class ReplayFlags:
     device: tuple[str, ...]
     streams: Literal["captured", "serial"]
     graphs: Literal["captured", "issued"]
+    autotune: Literal["captured", "again"]
     verify: Literal["auto", "bitwise", "close", "none"]
     replay_initializer: tuple[str, ...]
     moe_routing: str | None
@@ -442,11 +450,21 @@ class ReplayFlags:
             "allow_operators": self.allow_operators,
             "streams": self.streams,
             "graphs": self.graphs,
+            "autotune": self.autotune,
             "allow_code": self.allow_code,
             "opaque_results": self.opaque_results,
             "substitutions": self.replay_kernel_substitution,
             "substitution_tolerance": Tolerance(self.substitution_rtol, self.substitution_atol),
         }
+
+    def refuse_other_kernels(self, why: str) -> None:
+        """Raises UsageError where others than the captured kernels were asked for."""
+        for given, flag in (
+            (self.replay_kernel_substitution, "--replay-kernel-substitution"),
+            (self.autotune == "again", "--autotune=again"),
+        ):
+            if given:
+                raise UsageError(f"{flag}: {why}")
 
     def registry(self) -> Registry:
         """The initializers that plans made with these flags use. Raises UsageError if a file is wrong."""

@@ -140,11 +140,7 @@ def cli(
     Exits with 0 if OUT was written and verified as asked, 1 if the replay was refused, failed or did not match, 2 for
     wrong usage, 3 if IN is missing, unreadable or not valid.
     """
-    if flags.replay_kernel_substitution:
-        raise UsageError(
-            "--replay-kernel-substitution: kept content comes from the captured kernels; substitute when you "
-            "replay the result"
-        )
+    flags.refuse_other_kernels("kept content comes from the captured kernels; substitute when you replay the result")
     if script is None and script_data is not None:
         raise UsageError("--script-data is for --script")
     if partial and vectors is None:
@@ -226,7 +222,7 @@ def _trim_ranks(context: click.Context, folder: str, out: str, force: bool) -> N
     say(f"{out}: {len(ranks)} ranks")
 
 
-_DEFAULTS = (("verify", "auto"), ("streams", "captured"), ("graphs", "captured"))
+_DEFAULTS = (("verify", "auto"), ("streams", "captured"), ("graphs", "captured"), ("autotune", "captured"))
 
 
 def _replays_nothing(flags: ReplayFlags, why: str) -> None:

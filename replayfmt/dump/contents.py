@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from replayfmt.errors import UsageError
-from replayfmt.format.attachments import DEVICE_KERNELS_ROLE, SOURCE
+from replayfmt.format.attachments import CONFIGURATIONS, DEVICE_KERNELS_ROLE, SOURCE
 from replayfmt.format.codes import Codec, RecordKind, ValueKind
 from replayfmt.format.model import ExternalFile, FileIdentity
 from replayfmt.format.reader import CaptureReader
@@ -27,6 +27,9 @@ from replayfmt.format.validation import counted, printable, some_of
 
 _SHOWN_KERNELS = 3
 _SHOWN_ATTACHMENT_NAME = 80
+
+
+_TABLES = (CONFIGURATIONS, DEVICE_KERNELS_ROLE)  # which are no code
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class CodeCounts:
 def code_in(reader: CaptureReader) -> CodeCounts:
     """The code in a capture, whether an op calls it or not."""
     column = reader.definitions.column
-    is_code = np.array([each is not None and each.role != DEVICE_KERNELS_ROLE for each in reader.attachments], bool)
+    is_code = np.array([each is not None and each.role not in _TABLES for each in reader.attachments], bool)
     payloads = distinct(column("attachment_payload")[is_code[1:]])
     source = reader.strings.index(SOURCE) if SOURCE in reader.strings else -1
     return CodeCounts(

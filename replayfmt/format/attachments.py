@@ -24,7 +24,7 @@ from .validation import nested_deeper, parse_json, some_of
 if TYPE_CHECKING:  # recording has no reader to load
     from .reader import CaptureReader
 
-SOURCE, METADATA, BODY = "source", "metadata", "body"
+SOURCE, METADATA, BODY, CONFIGURATIONS = "source", "metadata", "body", "configurations"
 # How it was found what a kernel writes: from its intermediate code, source or parameters; by comparing what its
 # arguments held before and after a call; or not, so that more counts as written than may be.
 WRITES_KNOWN_BY = ("ir", "source", "signature", "compared", "assumed")
@@ -33,6 +33,7 @@ MAX_BYTES = {
     SOURCE: 16 << 20,
     METADATA: 16 << 20,
     BODY: 256 << 20,
+    CONFIGURATIONS: 64 << 20,
     "ttir": 64 << 20,
     "ttgir": 64 << 20,
     "llir": 64 << 20,
@@ -101,7 +102,7 @@ def parse_metadata(text: bytes, where: str) -> dict[str, Any]:
 
 DEVICE_KERNELS_ROLE = "device_kernels"
 MAX_DEVICE_KERNEL_BYTES = 64 << 20
-_DEEPEST = 4
+_DEEPEST = 6
 
 _COUNTS = ("registers_per_thread", "shared_memory_bytes", "bytes", "stream", "total_ns", "min_ns", "max_ns")
 _FIGURES = ("blocks_per_sm", "warps_per_sm", "occupancy_percent")
@@ -128,28 +129,52 @@ def device_kernel_rows(reader: CaptureReader) -> list[dict[str, Any]] | None:
 
     Raises InvalidCapture for a table that is no such JSON, or longer than 64 MiB, and for damage.
     """
-    numbers = [n for n, each in enumerate(reader.attachments) if each is not None and each.role == DEVICE_KERNELS_ROLE]
+    return _rows(reader, DEVICE_KERNELS_ROLE, MAX_DEVICE_KERNEL_BYTES, _problem)
+
+
+def configuration_rows(reader: CaptureReader) -> list[dict[str, Any]]:
+    """What autotuners had to choose from, a row for each distinct launch; none if the capture has no such table. Raises
+    InvalidCapture as `device_kernel_rows` does."""
+    return _rows(reader, CONFIGURATIONS, MAX_BYTES[CONFIGURATIONS], _problem_of_choice) or []
+
+
+def _rows(reader: CaptureReader, role: str, most: int, problem_of: Callable[[Any], str]) -> list[dict[str, Any]] | None:
+    """The rows of a table that belongs to no kernel."""
+    numbers = [n for n, each in enumerate(reader.attachments) if each is not None and each.role == role]
     if not numbers:
         return None
     payload = reader.attachments[numbers[0]].payload
+    what = f"the table of {role.replace('_', ' ')}"
     where = f"{reader.path}: attachment {numbers[0]}"
     length = reader.payload_info(payload).raw_bytes
-    if length > MAX_DEVICE_KERNEL_BYTES:
-        raise InvalidCapture(
-            f"{where}: the table of device kernels has {length:,} bytes; the limit is {MAX_DEVICE_KERNEL_BYTES:,}"
-        )
+    if length > most:
+        raise InvalidCapture(f"{where}: {what} has {length:,} bytes; the limit is {most:,}")
     try:
         table = parse_json(bytes(reader.payload(payload)))
     except ValueError as error:
-        raise InvalidCapture(f"{where}: the table of device kernels is not JSON: {error}") from None
+        raise InvalidCapture(f"{where}: {what} is not JSON: {error}") from None
     rows = table.get("rows") if isinstance(table, dict) and not nested_deeper(table, _DEEPEST) else None
     if not isinstance(rows, list):
-        raise InvalidCapture(f"{where}: the table of device kernels has no list of rows")
+        raise InvalidCapture(f"{where}: {what} has no list of rows")
     for number, row in enumerate(rows):
-        problem = _problem(row)
+        problem = problem_of(row)
         if problem:
-            raise InvalidCapture(f"{where}: row {number} of the table of device kernels: {problem}")
+            raise InvalidCapture(f"{where}: row {number} of {what}: {problem}")
     return rows
+
+
+def _problem_of_choice(row: Any) -> str:
+    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in CHOICE):
+        return f"has no {', '.join(CHOICE)}"
+    choices = row.get("configurations")
+    if isinstance(row.get("reason"), str) and choices is None:
+        return ""
+    if not isinstance(choices, dict) or not all(isinstance(each, dict) for each in choices.values()):
+        return "has neither configurations nor a reason"
+    return ""
+
+
+CHOICE = ("source_sha256", "function", "launch", "chosen")
 
 
 def _problem(row: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from replayfmt.errors import InvalidCapture
 
-from .attachments import BODY, MAX_BYTES, METADATA, SOURCE, open_body, parse_metadata
+from .attachments import BODY, CONFIGURATIONS, MAX_BYTES, METADATA, SOURCE, open_body, parse_metadata
 from .codes import RecordKind, StorageOrigin, ValueKind
 from .model import CaptureInfo, ExternalFile, Node, Signature
 
@@ -148,7 +148,7 @@ class KeptAttachments:
             return name, content
         if role == BODY and not self._reveals_nothing(bytes(content)):
             return None
-        if role == METADATA:
+        if role in (METADATA, CONFIGURATIONS):
             redacted = _redacted(self.redaction, bytes(content))
             return None if redacted is None else (self.redaction.text(name), redacted)
         return self.redaction.text(name), content

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, Unpack
@@ -38,7 +38,7 @@ from .dispatch.whole_composites import WholeComposites
 from .frames import in_recorders_work
 from .hooks.host_access import DirectWrites, HostReads
 from .hooks.user_code import Construction, Interruptions
-from .kernels import CapturedKernel
+from .kernels import Attached, CapturedKernel
 from .options import CaptureKeywords, CaptureOptions
 from .patches import Watch
 from .program.children import AfterFork, ChildrenSeen, child_path
@@ -123,6 +123,12 @@ Patches = (
 _PATIENCE_S = 5.0  # for the recorder's own thread to end
 _active: Recorder | None = None
 _activation = threading.Lock()
+
+
+def _attach(core: CaptureSession, attached: Iterable[Attached]) -> None:
+    """Keep what belongs to no kernel."""
+    with core.lock:
+        core.writer.attach(attached)
 
 
 def _attempted(step: _Step) -> _Step:
@@ -279,6 +285,9 @@ class Recorder:
                 if self._threads is not None:
                     core.attempt(self._threads.check)
                 with self.paused():
+                    for patches in self._patches:
+                        if isinstance(patches, TritonLaunches):
+                            core.attempt(_attach, core, patches.attached)
                     core.finish()
         except Exception as error:
             if not core.failed(error):

@@ -104,9 +104,12 @@ class Plan(Closing):
         self._searched = 0  # before this ordinal every op was run twice
         self._differences: list[str] | None = None
         self.substitution: SubstitutionSession | None = None
-        if prepared.replacements:
+        retune = asked.autotune == "again"
+        if prepared.replacements or (retune and not prepared.findings):
             try:
-                self.substitution = SubstitutionSession(self, prepared.replacements, asked.substitution_tolerance)
+                self.substitution = SubstitutionSession(
+                    self, prepared.replacements, asked.substitution_tolerance, retune=retune
+                )
             except BaseException:
                 self.close()
                 raise

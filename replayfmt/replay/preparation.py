@@ -38,7 +38,7 @@ from .resolution.graph_kernels import GRAPHS_MODES, GraphsMode, PreparedGraphs
 from .resolution.kernel_lookup import AllowedCode, AllowedImports, resolve
 from .results import OpaqueResult
 from .substitution.distance import Tolerance
-from .substitution.table import SubstitutionChoice, load_requests
+from .substitution.table import AUTOTUNE_MODES, AutotuneMode, SubstitutionChoice, load_requests
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class ReplayOptions:
     far their results may be off. `allow_imports` names modules to import for the operators that they register (a
     capture causes no other), `allow_operators` operators that may run although they do more than compute on tensors.
     `allow_code` lets machine code and source in the capture run, with the rights of this process (SECURITY.md). With
-    `keep_going` a plan is made of what can run, and has its findings. `opaque_results`, `streams` and `graphs` are
-    those of the flags.
+    `keep_going` a plan is made of what can run, and has its findings. `opaque_results`, `streams`, `graphs` and
+    `autotune` are those of the flags.
     """
 
     devices: Sequence[str] = ()
@@ -70,11 +70,13 @@ class ReplayOptions:
     opaque_results: Iterable[str] = ()
     streams: StreamsMode = "captured"
     graphs: GraphsMode = "captured"
+    autotune: AutotuneMode = "captured"
     window: WindowSize = WindowSize()
 
     def __post_init__(self) -> None:
         choice_of("streams", self.streams, STREAMS_MODES)
         choice_of("graphs", self.graphs, GRAPHS_MODES)
+        choice_of("autotune", self.autotune, AUTOTUNE_MODES)
         check_kind("window", self.window, WindowSize)
         check_kind("substitution_tolerance", self.substitution_tolerance, Tolerance)
         for name in ("allow_incomplete", "keep_going", "allow_code"):
@@ -95,6 +97,7 @@ class MorePlanOptions(TypedDict, total=False):
     opaque_results: Iterable[str]
     streams: StreamsMode
     graphs: GraphsMode
+    autotune: AutotuneMode
     window: WindowSize
 
 

@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from replayfmt.errors import InvalidCapture
-from replayfmt.format.attachments import METADATA, attachments_of
-from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
+from replayfmt.format.attachments import CONFIGURATIONS, METADATA, attachments_of
+from replayfmt.format.codes import KernelKind, RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.model import (
+    Attachment,
     CompositeValue,
     ExternalFile,
     GeneratorValue,
@@ -84,15 +85,17 @@ class Copier:
     def kernel(self, number: int) -> int:
         if number not in self._kernels:
             kernel = self.reader.kernels[number]
-            attachments = self.writer.attach(
-                (each.role, each.name, self.reader.payload(each.payload))
-                for each in attachments_of(self.reader, kernel)
-            )
+            if kernel.kind is KernelKind.triton:
+                self._attach(each for each in self.reader.attachments if each and each.role == CONFIGURATIONS)
+            attachments = self._attach(attachments_of(self.reader, kernel))
             roles = [each.role for each in attachments_of(self.reader, kernel)]
             self.code_kept += max(len(attachments) - roles.count(METADATA), 0)
             self.attachments_left_out += len(kernel.attachments) - len(attachments)
             self._kernels[number] = self.writer.kernel(replace(kernel, attachments=attachments))
         return self._kernels[number]
+
+    def _attach(self, attachments: Iterable[Attachment]) -> tuple[int, ...]:
+        return self.writer.attach((each.role, each.name, self.reader.payload(each.payload)) for each in attachments)
 
     def scope(self, number: int) -> int:
         if number not in self._scopes:

@@ -115,6 +115,24 @@ def test_trial_launches_and_what_compiling_computes_are_no_part_of_a_capture(fou
         assert {"ttir", "ptx"} <= set(kernel["roles"])  # what was chosen, wherever Inductor has it
 
 
+def test_what_inductor_has_chosen_from_while_it_was_captured_is_kept(found: dict[str, Any]) -> None:
+    (row,) = found["tuned"]["configurations"]
+    assert len(row["configurations"]) > 1 and row["chosen"] in row["configurations"]
+    assert {"XBLOCK", "grid"} & {name for each in row["configurations"].values() for name in each}
+    tried = {json.dumps([grid, warps]) for _name, grid, warps in found["tuned"]["launches"]}
+    for each in row["configurations"].values():
+        assert "grid" not in each or any(json.loads(one)[0] == each["grid"] for one in tried)
+    assert found["tuned before"]["configurations"] == found["plain"]["configurations"] == []
+
+
+def test_a_replay_chooses_again_from_what_inductor_had_chosen_from(found: dict[str, Any]) -> None:
+    outcome, (choice,) = found["again"]
+    assert outcome == "ok" and not choice["failed"]
+    assert set(choice["times_ns"]) == set(found["tuned"]["configurations"][0]["configurations"])
+    (why,) = found["again before"]
+    assert "no autotuner chose a launch in this capture" in why
+
+
 def test_a_binary_that_inductor_launches_without_triton_is_taken_from_tritons_cache(found: dict[str, Any]) -> None:
     assert found["static"] == found["plain"]
 

@@ -21,11 +21,12 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from triton.backends.compiler import GPUTarget
 
 import replayfmt
-from replayfmt.format.attachments import contents_of
+from replayfmt.errors import ReplayRefused
+from replayfmt.format.attachments import configuration_rows, contents_of
 from replayfmt.format.codes import KernelKind, RecordKind
 from replayfmt.format.reader import CaptureReader
 from replayfmt.replay.resolution.code_kernels import resolve_triton
-from tests.triton_kernels.fake_device import install
+from tests.triton_kernels.fake_device import install, replay_as_on_a_device
 
 ARCH = 90
 Program = Callable[[torch.Tensor], torch.Tensor]
@@ -56,6 +57,7 @@ def capture(path: Path, run: Program, x: torch.Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {"result": result.tolist(), "launches": made, "ops": [], "kernels": {}, "unsupported": []}
     found["imports"] = []
     with CaptureReader(path) as reader:
+        found["configurations"] = configuration_rows(reader)
         for record in reader.records():
             texts = {node.name: node.constant for node in record.signature.args} if record.signature else {}
             if record.kind is RecordKind.unsupported:
@@ -123,6 +125,7 @@ def main() -> None:
         wide = torch.arange(1 << 13).float() / (1 << 13)
         tuned: Any = torch.compile(lambda x: x.exp())
         found["tuned"] = capture(folder / "tuned.opreplay", tuned, wide) | {"result": None}
+        found["tuned before"] = capture(folder / "tuned_before.opreplay", tuned, wide) | {"result": None}
     with inductor_config.patch(coordinate_descent_tuning=True):
         descended: Any = torch.compile(lambda x: x.exp() + 1)
         found["descended"] = capture(folder / "descended.opreplay", descended, wide) | {"result": None}
@@ -157,6 +160,16 @@ def main() -> None:
         found["static and gone"] = capture(folder / "gone.opreplay", run, x)
     elsewhere = compiled_elsewhere(chained, x)
     found["elsewhere"] = capture(folder / "elsewhere.opreplay", elsewhere, x)
+    replay_as_on_a_device()
+    with replayfmt.Plan(folder / "tuned.opreplay", allow_code=True, autotune="again") as plan:
+        outcome = plan.execute(verify="close").outcome
+        assert plan.substitution is not None and plan.substitution.report is not None
+        found["again"] = [outcome, [each.row for each in plan.substitution.report.choices]]
+    try:
+        with replayfmt.Plan(folder / "tuned_before.opreplay", allow_code=True, autotune="again"):
+            found["again before"] = []
+    except ReplayRefused as refused:
+        found["again before"] = refused.findings
     print(json.dumps(found))
 
 

@@ -97,6 +97,20 @@ class LaunchForm:
         return {name: self.values[name] for name in (*first, *(each for each in self.types if each not in first))}
 
 
+def launch_text(arguments: Iterable[tuple[str, Any]]) -> str:
+    """The arguments of a launch in one line, tensors by their dtype: what an autotuner's choice is kept under."""
+    return ", ".join(f"{name}={_written_out(value)}" for name, value in arguments)
+
+
+def _written_out(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype)
+    for kind in (float, int):
+        if isinstance(value, kind) and not isinstance(value, bool):
+            return repr(kind(value))
+    return repr(list(map(int, value))) if isinstance(value, list | tuple) else repr(value)
+
+
 class FormMaker:
     """Lays out the launches of one kernel."""
 
@@ -486,6 +500,8 @@ class StoredKernel:
     binary: StoredBinary | None
     compiled: Mapping[str, Any]
     declaration: Any
+    source_sha256: str
+    configuration: str  # "" if no autotuner chose one
 
     def arithmetic_options(self, target: Any, known: Iterable[str]) -> dict[str, Any]:
         """How it computes, where its source is compiled for a target: options that it was compiled with, of those that
@@ -533,6 +549,8 @@ class StoredKernel:
             binary=StoredBinary(metadata, stages) if any(role in stages for role in BINARIES) else None,
             compiled=compiled if isinstance(compiled := metadata.get("compiled"), dict) else {},
             declaration=metadata.get("declaration"),
+            source_sha256=str(metadata.get("source_sha256")),
+            configuration=str(metadata.get("configuration") or ""),
             **{key: metadata[key] for key in kinds},
         )
 

@@ -41,6 +41,7 @@ from ..special_values import is_address
 from ..storages.trackers import GENERATED
 from ..stream.records import Unrepresentable
 from ..undispatched import tensors_of
+from .configurations import Alternative, CannotTell, Configurations, captured_by, of_autotuner
 
 _TUNER_MODULE = "torch._inductor.runtime.triton_heuristics"
 _PASSED_ON = (bool, int, str)
@@ -65,14 +66,17 @@ class TunedLaunch:
     compiled: Any
     alike: bool
     generated: bool
+    chosen: str
 
 
-def choose(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Have the configuration chosen, as the launch would. Raises AutotunerUnsupported, also for what the launch will
-    raise: a compiler's or a device's error is the program's to see."""
+def choose(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Have the configuration chosen, as the launch would. Returns those that it was chosen from, if it was. Raises
+    AutotunerUnsupported, also for what the launch will raise: a compiler's or a device's error is the program's to
+    see."""
     try:
         if len(tuner.launchers) == 0:
             tuner.precompile()
+        tried = [each.config for each in tuner.launchers]
         if len(tuner.launchers) > 1 and not _plugins(tuner):
             tuner.autotune_to_one_config(*args, **kwargs)
         meta = tuner.inductor_meta
@@ -83,6 +87,7 @@ def choose(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         getattr(tuner, "_ensure_kernel_loaded", lambda: None)()
     except Exception as error:
         raise AutotunerUnsupported(f"its configuration could not be chosen: {type(error).__name__}: {error}") from error
+    return tried
 
 
 def _plugins(tuner: Any) -> Any:
@@ -130,18 +135,10 @@ def launch_of(tuner: Any, tuned: TunedFunction, args: tuple[Any, ...], kwargs: d
     if _plugins(tuner):
         raise AutotunerUnsupported("a plugin of its autotuner may do anything in place of a launch")
     (launcher,) = tuner.launchers
-    code, config, function = launcher.__code__, launcher.config, tuned.function
-    given = {**dict(zip(code.co_varnames[: code.co_argcount - 1], args, strict=False)), **kwargs}
+    config, function, given = launcher.config, tuned.function, given_to(launcher, args, kwargs)
     result = next((each for each in tuner.compile_results if each.config is config), None)
     meta = tuner._create_compile_meta(config) if result is None else result.compile_meta
-    known = {"num_warps": config.num_warps, "num_stages": config.num_stages, **config.kwargs, **meta["constants"]}
-    missing = [name for name in function.arg_names if name not in given and name not in known]
-    if missing:
-        raise AutotunerUnsupported(f"its launcher does not say what its parameter {missing[0]} is")
-    arguments = {name: given[name] if name in given else known[name] for name in function.arg_names}
-    chosen = tuner._create_compile_options(config, meta)
-    options = {name: value for name, value in chosen.items() if isinstance(value, _PASSED_ON) and name not in arguments}
-    grid = heuristics.GridExpr.from_meta(tuner.inductor_meta, config).eval_slow(dict(given))
+    arguments, options, grid = launch_with(tuner, function, config, meta, given)
     scope = launcher.__globals__  # which has what coordinate descent compiled, and nothing else has
     compiled = scope.get("bin", getattr(scope.get("runner"), "__self__", None)) if result is None else result.kernel
     if compiled is not None and not (hasattr(compiled, "asm") and hasattr(compiled, "src")):
@@ -150,7 +147,28 @@ def launch_of(tuner: Any, tuned: TunedFunction, args: tuple[Any, ...], kwargs: d
         compiled = tuned.binaries[compiled]
     alike = compiled is not None and _alike(tuned, arguments, options, compiled)
     generated = tuner.heuristic_type is not heuristics.HeuristicType.USER_AUTOTUNE
-    return TunedLaunch(function, arguments, options, tuple(grid), compiled, alike, generated)
+    return TunedLaunch(function, arguments, options, grid, compiled, alike, generated, str(config))
+
+
+def given_to(launcher: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a launcher of Inductor's is given, by name."""
+    code = launcher.__code__
+    return {**dict(zip(code.co_varnames[: code.co_argcount - 1], args, strict=False)), **kwargs}
+
+
+def launch_with(
+    tuner: Any, function: Any, config: Any, meta: dict[str, Any], given: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]:
+    """The arguments, options and grid of a launch with a configuration. Raises AutotunerUnsupported."""
+    heuristics: Any = sys.modules[_TUNER_MODULE]
+    known = {"num_warps": config.num_warps, "num_stages": config.num_stages, **config.kwargs, **meta["constants"]}
+    missing = [name for name in function.arg_names if name not in given and name not in known]
+    if missing:
+        raise AutotunerUnsupported(f"its launcher does not say what its parameter {missing[0]} is")
+    arguments = {name: given[name] if name in given else known[name] for name in function.arg_names}
+    chosen = tuner._create_compile_options(config, meta)
+    options = {name: value for name, value in chosen.items() if isinstance(value, _PASSED_ON) and name not in arguments}
+    return arguments, options, tuple(heuristics.GridExpr.from_meta(tuner.inductor_meta, config).eval_slow(dict(given)))
 
 
 def _in_tritons_cache(function: Any, kernel: Any, meta: dict[str, Any]) -> Any:
@@ -195,13 +213,13 @@ class TritonCode(CodeKernel):
     content is needed. The values of its constexprs decide what a launch reads. `generated`: Inductor wrote it, which
     has all of what it allocates written before it is read."""
 
-    __slots__ = ("_code", "_constexprs", "_found", "_generated", "_reads_with", "_source", "assumed")
+    __slots__ = ("_constexprs", "_found", "_generated", "_reads_with", "_source", "assumed", "code")
 
     def __init__(
         self, code: KernelCode, call: Callable[..., Any], source: StandaloneSource, *, generated: bool = False
     ) -> None:
         super().__init__(KernelKind.triton, code.schema, call, [Attached(*each) for each in code.attached])
-        self._code, self._source, self._generated, form = code, source, generated, code.form
+        self.code, self._source, self._generated, form = code, source, generated, code.form
         self.assumed = tuple(sorted(self.indices[name] for name in code.assumed))
         forms = [(name, form.parameters[name]) for name in form.constexprs]
         self._constexprs = [(name, argument) for name, argument in forms if isinstance(argument, str)]
@@ -211,7 +229,7 @@ class TritonCode(CodeKernel):
     def found_to_change(self, changed: Iterable[int]) -> TritonCode:
         names = frozenset(self.arguments[index].name for index in changed)
         if names not in self._found:
-            code = self._code.found_to_change(names)
+            code = self.code.found_to_change(names)
             self._found[names] = TritonCode(code, self.call, self._source, generated=self._generated)
         return self._found[names]
 
@@ -226,8 +244,8 @@ class TritonCode(CodeKernel):
         # What it does not write of a tensor has to be what it was.
         if argument.written:
             return True
-        read = self._code.read if self._code.read is not None else self._read_with(kwargs)
-        return read is None or self._code.form.owner[argument.name] in read
+        read = self.code.read if self.code.read is not None else self._read_with(kwargs)
+        return read is None or self.code.form.owner[argument.name] in read
 
     def _read_with(self, kwargs: dict[str, object]) -> frozenset[str] | None:
         constants = {name: kwargs[argument] for name, argument in self._constexprs}
@@ -329,6 +347,14 @@ class _Launch(NamedTuple):
     by: str = INTERPRETER  # what ran it, if nothing is known of what was compiled
     binary: bool = True  # whether a launch of the kernel finds what was compiled
     generated: bool = False  # whether Inductor wrote the kernel
+    tuned: Tuned | None = None  # by Inductor
+
+
+class Tuned(NamedTuple):
+    """What an autotuner chose for a launch, and the launches that it chose from."""
+
+    chosen: str
+    alternatives: Callable[[], Iterable[Alternative]]
 
 
 class _Described(NamedTuple):
@@ -347,13 +373,21 @@ class TritonLaunches(Patched):
         self._known = KnownKernels()
         self._kernels: dict[Any, CodeKernel] = {}
         self._tuned_functions: dict[int, TunedFunction] = {}  # by what their autotuners keep
-        self._now = threading.local()  # `tuner`: the autotuner that runs; `launch`: what the kernel's call does
+        self._configurations = Configurations()
+        self._chosen_from: dict[int, tuple[Any, list[Any]]] = {}  # Inductor's autotuners, kept, and what each tried
+        # `tuner`: the autotuner that runs; `tried`: configurations; `launch`: what the kernel's call does
+        self._now = threading.local()
         self._patches = PatchSet(table(self), self._report_missing)
 
     def _report_missing(self, patch: Patch) -> None:
         """Work that goes through it would go unseen."""
         detail = f"this build has no {patch.target}, so work that goes through it cannot be seen"
         self._recorder.unsupported_throughout(REASON, patch.target, detail)
+
+    @property
+    def attached(self) -> list[Attached]:
+        """What a capture keeps of all launches together."""
+        return self._configurations.attached
 
     # -------------------------------------------------------------------------------------------------------- the hooks
 
@@ -425,7 +459,7 @@ class TritonLaunches(Patched):
         @functools.wraps(original)
         def run(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
             before, own = getattr(self._now, "tuner", None), self._recorder.attempt(self._own_trials, tuner)
-            self._now.tuner = tuner
+            self._now.tuner, self._now.tried = tuner, []
             if own:
                 tuner._bench = functools.partial(self.trial(type(tuner)._bench), tuner)
             try:
@@ -451,6 +485,7 @@ class TritonLaunches(Patched):
         def bench(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
             if self._recorder.attempt(self._recorder.mode_here) is None:
                 return original(tuner, *args, **kwargs)
+            self._now.tried.append(kwargs.get("config"))
             try:
                 with self._recorder.hidden():
                     return original(tuner, *args, **kwargs)
@@ -487,6 +522,7 @@ class TritonLaunches(Patched):
                     INDUCTOR,
                     told.alike,
                     told.generated,
+                    self._choice_of_inductor(tuner, told, args, given),
                 )
                 return self._launch(mode, launch, told.grid)
             except BaseException as error:
@@ -498,20 +534,34 @@ class TritonLaunches(Patched):
     def _tuned(self, tuner: Any, args: tuple[Any, ...], given: dict[str, Any]) -> TunedLaunch:
         """What a launch of Inductor's autotuner gives the kernel, once the configuration is chosen. Raises
         AutotunerUnsupported."""
-        choose(tuner, args, given)
+        tried = choose(tuner, args, given)
+        if len(tried) > 1:
+            self._chosen_from[id(tuner)] = tuner, tried
         known = self._tuned_functions.get(id(tuner.fn))  # kept, so that no other has its id
         if known is None:
             known = self._tuned_functions[id(tuner.fn)] = TunedFunction(tuner.fn, function_of(tuner), {}, {})
         return launch_of(tuner, known, args, given)
 
+    def _choice_of_inductor(
+        self, tuner: Any, launch: TunedLaunch, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> Tuned | None:
+        """None if there was one configuration, or it was chosen before the capture began."""
+        if id(tuner) not in self._chosen_from:
+            return None
+
+        def alternatives() -> Iterable[Alternative]:
+            by_name = given_to(tuner.launchers[0], args, given)
+            for each in self._chosen_from[id(tuner)][1]:
+                meta = tuner._create_compile_meta(each)
+                yield Alternative(str(each), *launch_with(tuner, launch.function, each, meta, by_name))
+
+        return Tuned(launch.chosen, alternatives)
+
     def _tried(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments that a trial launch may have written."""
         given = {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs}
-        kernel = tuner
-        while not is_callable_of_triton(kernel):
-            kernel = kernel.fn
         try:
-            written = accesses_of(self._known.at_this_time(kernel, tuple(given.values())).source).written
+            written = accesses_of(self._known.at_this_time(_innermost(tuner), tuple(given.values())).source).written
         except (NotStandalone, NotRepresentable):
             written = None
         if written is None or tuner.user_defined_pre_hook or tuner.user_defined_post_hook:
@@ -523,6 +573,7 @@ class TritonLaunches(Patched):
 
     def _launch(self, mode: RecordingMode, launch: _Launch, grid: Any) -> Any:
         described = self._recorder.attempt(_explained, self._describe, launch)
+        how = grid
         if callable(grid) and isinstance(described, _Described):
             grid = grid(dict(described.bound))
         run = functools.partial(launch.run, grid)
@@ -538,10 +589,40 @@ class TritonLaunches(Patched):
             if recorded is None:
                 return run()
             if isinstance(recorded, tuple):
+                self._recorder.attempt(self._note_choice, launch, described, how, *recorded)
                 self._now.launch = run
                 return mode.issue(recorded[0], (), recorded[1].arguments)
             why = recorded
         return self._unrecorded(launch.kernel, why, run, (launch.args, launch.kwargs))
+
+    def _note_choice(
+        self, launch: _Launch, described: _Described, grid: Any, kernel: TritonCode, form: LaunchForm
+    ) -> None:
+        """What else an autotuner could have launched, if one chose this launch."""
+        tuner: Any = getattr(self._now, "tuner", None)
+        tuned, depends_on = launch.tuned, None
+        if tuned is None:
+            if getattr(tuner, "best_config", None) is None or _innermost(tuner) is not launch.kernel:
+                return
+            depends_on = captured_by(grid)
+            tuned = Tuned(str(tuner.best_config), lambda: self._tried_by_triton(tuner, launch, described, grid))
+        same = {name: form.values[argument] for name, argument in form.options.items()}
+
+        def launches() -> Iterable[tuple[str, LaunchForm]]:
+            for configuration, bound, options, sizes in tuned.alternatives():
+                given = sizes(dict(bound)) if callable(sizes) else sizes
+                numbers = tuple(operator.index(each) for each in given)
+                yield configuration, described.known.forms.lay_out(bound, {**same, **options}, numbers)
+
+        with self._recorder.hidden():
+            self._configurations.note(kernel.code, form, tuned.chosen, depends_on, launches)
+
+    def _tried_by_triton(self, tuner: Any, launch: _Launch, described: _Described, grid: Any) -> Iterable[Alternative]:
+        for configuration, kwargs in of_autotuner(tuner, self._now.tried, launch.args, launch.kwargs):
+            other = self._describe(launch._replace(kwargs=kwargs))
+            if isinstance(other, str):
+                raise CannotTell(other)
+            yield Alternative(configuration, other.bound, other.options, grid)
 
     def _unrecorded(self, kernel: Any, why: Any, run: _Function, given: Any) -> Any:
         """Launch what cannot be recorded."""
@@ -618,6 +699,7 @@ class TritonLaunches(Patched):
         if kernel is None:
             tuner: Any = getattr(self._now, "tuner", None)
             chosen = str(tuner.best_config) if getattr(tuner, "best_config", None) is not None else ""
+            chosen = launch.tuned.chosen if launch.tuned is not None else chosen
             name, source = known.function.name, known.source
             try:
                 accesses = accesses_of(source)
@@ -630,6 +712,13 @@ class TritonLaunches(Patched):
             except Unrepresentable as problem:
                 return problem.detail
         return kernel, form
+
+
+def _innermost(tuner: Any) -> Any:
+    """The decorated function that an autotuner launches."""
+    while not is_callable_of_triton(tuner):
+        tuner = tuner.fn
+    return tuner
 
 
 def _tries_its_own_way(tuner: Any) -> bool:

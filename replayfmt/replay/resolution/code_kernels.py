@@ -270,6 +270,25 @@ class TritonKernel(StoredCodeKernel):
             raise ValueError(f"its constexprs are {constexprs[0]}, those of the kernel are {constexprs[1]}")
         return self._launching(function)
 
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Its source and its name there, as the configurations in a capture name them."""
+        return self._stored.source_sha256, self._stored.function
+
+    @property
+    def configuration(self) -> str:
+        """What an autotuner chose, "" if none did."""
+        return self._stored.configuration
+
+    def from_source(self) -> TritonKernel:
+        """The kernel, compiled here for whatever it is launched with. Raises ValueError without its source."""
+        self._require_loaded()
+        if self._stored.source is None:
+            raise ValueError("the capture has only the binary of the captured configuration, and no source of others")
+        if self._interpreted or self._stored.binary is None:
+            return self
+        return self._launching(vars(load_source(self._stored.source, f"{self._named} from source"))[self.identity[1]])
+
     def _launching(self, function: Any) -> TritonKernel:
         """The same kernel, that launches another function."""
         other = copy.copy(self)

@@ -34,6 +34,7 @@ from replayfmt.pytorch.tensors.memory import byte_tensor
 from ..planning.kernels import CallSite, KernelStandIn
 from ..planning.records import describe
 from ..run.content import Clones, copy_of, has_memory, strided_parts
+from .configurations import ConfigurationChoice
 from .distance import Distance, Tolerance, WorstElement
 from .judging import CallOutcomes, Judgement, MemoryLabels, Returned, judge
 from .loading import Replacement
@@ -302,6 +303,7 @@ class SubstitutionReport:
     """The findings of the checked pass, one entry for each signature and replacement, in order of first call."""
 
     checks: tuple[SignatureCheck, ...]
+    choices: tuple[ConfigurationChoice, ...] = ()  # of autotuned kernels
 
     @property
     def ok(self) -> bool:
@@ -319,7 +321,8 @@ class SubstitutionReport:
             tuple(
                 replace(each, distance=each.distance.or_(found[each.signature, each.replacement]))
                 for each in self.checks
-            )
+            ),
+            self.choices,
         )
 
     def as_text(self) -> list[str]:
@@ -337,7 +340,13 @@ class SubstitutionReport:
             lines += [f"    {fault}" for fault in check.faults]
             if not check.telling:
                 lines.append(f"    note: {_NOT_TELLING}")
-        return lines
+        if self.choices:
+            other = sum(each.chosen != each.captured for each in self.choices)
+            lines.append(
+                f"autotuned again: {other} of {len(self.choices)} distinct launches are not in the captured "
+                "configuration"
+            )
+        return lines + [f"  {each}" for each in self.choices]
 
     def as_rows(self) -> list[dict[str, Any]]:
         return [
@@ -356,7 +365,7 @@ class SubstitutionReport:
                 "fault_count": check.fault_count,
             }
             for check in self.checks
-        ]
+        ] + [each.row for each in self.choices]
 
 
 _CHECK_FIELDS = ("signature", "kernel", "replacement", "ok", "telling", "calls", "first")
@@ -379,9 +388,12 @@ def _worst_row(check: SignatureCheck) -> dict[str, Any] | None:
 class SubstitutionSession:
     """A plan's substitutions. `table` replaces kernels in every run; `report` is None before the checked pass."""
 
-    def __init__(self, plan: PlanProtocol, loaded: LoadedRequests, tolerance: Tolerance) -> None:
-        """Raises UsageError if what was requested does not fit the capture."""
-        self.table = Substitutions(plan, loaded)
+    def __init__(
+        self, plan: PlanProtocol, loaded: LoadedRequests, tolerance: Tolerance, *, retune: bool = False
+    ) -> None:
+        """`retune`: autotuned kernels run in the configuration that is fastest here. Raises UsageError if what was
+        requested does not fit the capture, ReplayRefused if the capture lacks what `retune` needs."""
+        self.table = Substitutions(plan, loaded, retune=retune)
         self.report: SubstitutionReport | None = None
         self.poison = False  # with --guard: what a replacement leaves unwritten is NaN while it is checked
         self._plan, self._tolerance = plan, tolerance
@@ -389,7 +401,7 @@ class SubstitutionSession:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was asked for and is not done: kernels inside of graphs are those that were captured."""
-        return self.table.left_inside_graphs()
+        return (*self.table.left_inside_graphs(), *self.table.left_as_captured())
 
     def check(self, on_progress: Callable[[int], None] | None = None, *, again: bool = False) -> SubstitutionReport:
         """Run both kernels of every substituted call: once in the life of a plan, and once more with `again`.
@@ -421,7 +433,9 @@ class SubstitutionSession:
         plan = self._plan
         check = Check(self.table, plan.generators, self._tolerance, self.poison)
         result = plan.run_with(check, on_progress)
-        report = SubstitutionReport(tuple(sorted(check.checks.values(), key=lambda each: each.first)))
+        report = SubstitutionReport(
+            tuple(sorted(check.checks.values(), key=lambda each: each.first)), self.table.choices
+        )
         if result.divergence is not None and report.ok:
             raise ReplayMismatch(
                 f"{plan.reader.path}: no replacement could be judged, because the original kernels "

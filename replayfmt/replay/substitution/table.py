@@ -9,14 +9,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
 from replayfmt.errors import SubstitutionFailed, UsageError, first_line
 from replayfmt.format.attachments import only_inside
-from replayfmt.format.codes import OpStatus, RecordKind
+from replayfmt.format.codes import KernelKind, OpStatus, RecordKind
 from replayfmt.format.model import Kernel, TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_text import Key, KeyedOps, SignatureIndex
@@ -27,9 +27,12 @@ from ..planning.kernels import CallSite, KernelStandIn, ResolvedKernel
 from ..planning.records import describe
 from ..planning.scan import Scan
 from ..results import ReplayResult
+from .configurations import FASTEST, ConfigurationChoice, Retuned, retuned
+from .configurations import FLAG as AUTOTUNE_AGAIN
 from .loading import (
     Library,
     Replacement,
+    Selector,
     Substitution,
     SubstitutionRequest,
     check_binding,
@@ -58,6 +61,8 @@ class KernelCall:
 # Returns the function to run instead of a call, None for the original.
 Decide = Callable[[KernelCall], Callable[..., Any] | None]
 SubstitutionChoice = Sequence[str | Substitution] | Decide
+AutotuneMode = Literal["captured", "again"]
+AUTOTUNE_MODES: tuple[AutotuneMode, ...] = ("captured", "again")
 
 
 class PreparationProtocol(Protocol):
@@ -141,8 +146,8 @@ class Substitutions(KernelStandIn):
     """The substituted calls of a plan's capture, each replaced in a replay. `index` knows its signatures; `replaced`
     says what replaces which kernel, for people."""
 
-    def __init__(self, plan: PlanProtocol, loaded: LoadedRequests) -> None:
-        """Raises UsageError."""
+    def __init__(self, plan: PlanProtocol, loaded: LoadedRequests, *, retune: bool = False) -> None:
+        """Raises UsageError, and ReplayRefused if `retune` asks for configurations that the capture does not have."""
         self.reader = reader = plan.reader
         self.index = SignatureIndex(reader)
         self.replaced: dict[str, list[str]] = {}
@@ -160,7 +165,10 @@ class Substitutions(KernelStandIn):
         for request, library in loaded.requests:
             self._add(request, library)
         if loaded.decide is not None:
+            if retune:
+                raise UsageError("autotune='again' and a function that decides on substitutions: give one of the two")
             self._ask(loaded.decide)
+        self._retuned = self._retune() if retune else {}
 
     def find(self, signature_id: int, metas: tuple[int, ...], ordinal: int) -> Replacement | None:
         """The replacement for a call, None if there is none."""
@@ -207,6 +215,39 @@ class Substitutions(KernelStandIn):
         """Why results may differ from the captured ones bit for bit."""
         what = [f"{kernel} by {', '.join(labels)}" for kernel, labels in self.replaced.items()]
         return f"kernels are substituted: {some_of(what, _SHOWN)}" if what else "nothing is substituted"
+
+    @property
+    def choices(self) -> tuple[ConfigurationChoice, ...]:
+        """The configurations that were chosen for launches so far."""
+        return tuple(choice for each in self._retuned.values() for choice in each.choices)
+
+    def left_as_captured(self) -> list[str]:
+        """A sentence on the Triton kernels whose configuration was not chosen again."""
+        if not self._retuned:
+            return []
+        left = [
+            self._kernel(number).qualified_name
+            for number in sorted(self._called - set(self._retuned))
+            if self._kernel(number).kind is KernelKind.triton
+        ]
+        why = "no autotuner chose their configuration while they were captured"
+        return [f"{AUTOTUNE_AGAIN} leaves {some_of(left, _SHOWN)} as captured: {why}"] if left else []
+
+    def _retune(self) -> dict[int, Retuned]:
+        """Have autotuned kernels launched in the configuration that is fastest here."""
+        ordinals: dict[int, list[int]] = {}
+        triton = {n for n in self._called if self._kernel(n).kind is KernelKind.triton}
+        for ops in self.index.ops_by_key(triton):
+            if self.reader.signatures[ops.key[0]].status is OpStatus.ok:
+                ordinals.setdefault(ops.kernel, []).extend(ops.ordinals.tolist())
+        found = retuned(self.reader, self._plan.kernels, ordinals)
+        for number, each in found.items():
+            request = SubstitutionRequest(Selector(self._kernel(number).qualified_name), AUTOTUNE_AGAIN)
+            self._claim(request, number)
+            replacement = Replacement(each, FASTEST, "", 0, None)
+            self._check(request.told, number, replacement)
+            self._by_kernel[number] = replacement
+        return found
 
     def left_inside_graphs(self) -> tuple[str, ...]:
         """A sentence for each kernel that is replaced, and not where graphs call it."""
