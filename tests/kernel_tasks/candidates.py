@@ -196,6 +196,11 @@ CHEATS: dict[str, tuple[str, str, str]] = {
         "import signal",
         f"signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 60); return {RIGHT}",
     ),
+    "puts a method before an inherited one": (
+        "global state",
+        "torch.Tensor.data_ptr = lambda self: 64",
+        f"return {RIGHT}",
+    ),
     "takes more threads": ("global state", "", f"torch.set_num_threads(torch.get_num_threads() + 1); return {RIGHT}"),
     "ends the judge": ("reads the task", "import os", f"os.kill(os.getppid(), 9); return {RIGHT}"),
     "has another program read the outputs": (

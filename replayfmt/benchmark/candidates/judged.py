@@ -34,7 +34,9 @@ EndToEnd = Callable[[str, dict[str, Any]], "dict[str, Any]"]
 
 
 _PARTS = (device_work, guards, rounding, task_cases, task_calls, task_judging, check_script)
-_NEEDS_TORCH = """try:
+# Threads of PyTorch's that have nothing to do would otherwise keep processors from other candidates for milliseconds.
+_NEEDS_TORCH = """os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+try:
     import torch
 except ImportError as lacking:
     sys.exit(f"this needs PyTorch, which cannot be imported here: {lacking}")"""
