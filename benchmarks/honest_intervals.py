@@ -1,15 +1,16 @@
-"""How often the intervals and verdicts of `opreplay-benchmark` hold: pairs of runs, each run a process of its own.
+"""How often the intervals and verdicts of `opreplay-benchmark --processes=N` hold, in pairs of runs.
 
 Two runs of the same capture should have the same median, so a run's 95% interval should hold the other run's median,
-and no row should be called faster or slower. In a third run one kernel takes 10% longer, which should be found. The
-runs take turns, so that the two of a pair follow each other. All of it is measured on a quiet machine and, but for the
-slower kernel, beside a process that loads all processors.
+and no row should be called faster or slower. In a third run one kernel takes 10% longer, which should be found. On each
+machine processes are measured one after the other. N that follow each other are a run, and the N after them the run
+that it is compared with: so many processes give as many pairs, less 2 N, with what disturbs a machine for minutes in
+one run and not in the other. All of it is measured on a quiet machine and, but for the slower kernel, beside a process
+that loads all processors; `--as-it-is` measures the machine as it is, and says how loaded that was.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from measuring import progress, row, scratch
 
 import replayfmt
 from replayfmt.benchmark.baseline import Document, compare_with_baseline, figure_of, read_baseline
+from replayfmt.benchmark.processes import put_together
 
 SLOWER = "HONEST_INTERVALS_SLOWER"  # in the environment: the kernel `bench::work` does a tenth more
 KERNEL = "BM_op/kernel:bench::work"
@@ -46,7 +48,7 @@ def program() -> None:
 
 
 def measured(directory: Path, flags: list[str], *, slower: bool = False) -> Document:
-    """One run, by kernel."""
+    """One process, by kernel."""
     out = directory / "times.json"
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", "opreplay_tools.benchmark", "--per-op", "--group-by=kernel", "--threads=1"]
@@ -88,11 +90,25 @@ def decided(before: Document, after: Document) -> Iterator[tuple[str, bool]]:
         yield each.name, each.verdict in ("faster", "slower")
 
 
-def report(where: str, runs: list[Document]) -> None:
-    pairs = list(itertools.pairwise(runs))
+def run_of(processes: list[Document]) -> Document:
+    """As `--processes` makes one run of them."""
+    if len(processes) == 1:
+        return processes[0]
+    context, rows = put_together(processes)
+    return {"context": context, "benchmarks": rows}
+
+
+def pairs_of(measured: list[Document], processes: int) -> Iterator[tuple[Document, Document]]:
+    for first in range(len(measured) - 2 * processes + 1):
+        middle = first + processes
+        yield run_of(measured[first:middle]), run_of(measured[middle : middle + processes])
+
+
+def report(where: str, measured: list[Document], processes: int) -> None:
+    pairs = list(pairs_of(measured, processes))
     held = [hit for one, other in pairs for hit in (*contained(one, other), *contained(other, one))]
     false = [hit for before, after in pairs for _, hit in decided(before, after)]
-    of_all = f"pairs of runs, {where}"
+    of_all = f"{len(pairs)} pairs of runs of {processes} processes, {where}"
     row(f"{of_all}: intervals that hold the other run's median", share(held), at_least=0.9, intervals=len(held))
     row(f"{of_all}: rows with a false verdict", share(false), at_most=0.02, rows=len(false))
 
@@ -103,12 +119,13 @@ def share(hits: list[bool]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two pairs of short runs: only tries the script")
-    parser.add_argument("--pairs", type=int, default=6, help="pairs of runs on either machine; 200 take hours")
+    parser.add_argument("--quick", action="store_true", help="short runs of one process: only tries the script")
+    parser.add_argument("--measured", type=int, default=60, help="processes that are measured on each machine")
     parser.add_argument("--processes", type=int, default=10, help="processes of each run")
+    parser.add_argument("--as-it-is", action="store_true", help="only the machine as it is, whatever else runs")
     options = parser.parse_args()
-    pairs, processes = (2, 1) if options.quick else (options.pairs, options.processes)
-    flags = [f"--processes={processes}", *(["--benchmark-min-time=6x"] if options.quick else [])]
+    count, processes = (3, 1) if options.quick else (options.measured, options.processes)
+    flags = ["--benchmark-min-time=6x"] if options.quick else []
     torch.set_num_threads(1)
     with scratch() as directory:
         (directory / "work_of_bench.py").write_text(LIBRARY)
@@ -117,16 +134,27 @@ def main() -> None:
 
         with replayfmt.capture(directory / "work.opreplay"):
             program()
-        quiet, found = [measured(directory, flags)], []
-        for number in range(pairs):
-            progress(f"quiet: {number} of {pairs}")
-            slower = measured(directory, flags, slower=True)
-            found += [hit for name, hit in decided(quiet[-1], slower) if name.startswith(KERNEL)]
-            quiet.append(measured(directory, flags))
-        report("quiet", quiet)
+
+        def take(*, slower: bool = False) -> list[Document]:
+            found = []
+            for number in range(count):
+                progress(f"{number} of {count} processes")
+                found.append(measured(directory, flags, slower=slower))
+            return found
+
+        if options.as_it_is:
+            documents = take()
+            loads = sorted(each["context"]["load_avg"][0] for each in documents)
+            report(f"load {loads[0]:.1f} to {loads[-1]:.1f} on {os.cpu_count()} processors", documents, processes)
+            return
+        quiet = take()
+        report("quiet", quiet, processes)
+        slower = take(slower=True)
+        runs = zip(pairs_of(quiet, processes), pairs_of(slower, processes), strict=True)
+        found = [hit for (one, _), (_, other) in runs for name, hit in decided(one, other) if name.startswith(KERNEL)]
         row("pairs of runs, quiet: a kernel that takes 10% longer is found", share(found), at_least=0.95)
         with loaded():
-            report("all processors loaded", [measured(directory, flags) for _ in range(pairs + 1)])
+            report("all processors loaded", take(), processes)
 
 
 if __name__ == "__main__":
