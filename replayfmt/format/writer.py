@@ -59,7 +59,6 @@ from .validation import nested_deeper
 
 T = TypeVar("T")
 
-_ANNOTATION = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
 _TEXT_FLUSH_BYTES = 32 << 20  # that many bytes of new strings are written before more come
 
 
@@ -198,7 +197,7 @@ class CaptureWriter:
         if not content or nested_deeper(content, MAX_NESTING):
             raise ValueError(f"an annotation that is empty, or nested deeper than {MAX_NESTING}")
         try:
-            text = _ANNOTATION.encode(content)
+            text = json.dumps(content, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"an annotation that is not JSON: {error}") from None
         return self.string(text)

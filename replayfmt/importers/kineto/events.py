@@ -9,7 +9,6 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from ..common.json_stream import JsonStream, LongFloat
@@ -117,20 +116,6 @@ OTHER_CATEGORIES = frozenset(
         "PythonFunction",
     }
 )
-
-
-@lru_cache(maxsize=4096)
-def _known_as(category: Any) -> frozenset[str] | None:
-    """The set that a category belongs to, None if it is not known."""
-    sets = (OPERATOR_CATEGORIES, ANNOTATION_CATEGORIES, LAUNCH_CATEGORIES, DEVICE_CATEGORIES, OTHER_CATEGORIES)
-    for each in sets:
-        if category in each:
-            return each
-    if not isinstance(category, str):
-        return None
-    return LAUNCH_CATEGORIES if _LAUNCHES.match(category) else DEVICE_CATEGORIES if _WORKS.match(category) else None
-
-
 _READ_CATEGORIES = OPERATOR_CATEGORIES | ANNOTATION_CATEGORIES | LAUNCH_CATEGORIES | DEVICE_CATEGORIES
 OPERATOR_NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.\w+)?\Z")
 # What the runtime that launched work calls its devices; CUDA and HIP are both `cuda` to PyTorch.
@@ -166,7 +151,6 @@ _KIND_FIELDS = frozenset((*RECORDED_FIELDS, *_OLD_FIELDS.values(), *COLLECTIVE_F
 _LINKS = frozenset({"correlation", "External id", "external id"})  # what differs from launch to launch
 _MOST_UNKNOWN = 16  # categories that are named
 _LATEST = 1 << 62
-_SHORT = 1 << 52  # microseconds that are a time whatever they are multiplied with
 NO_TIME = -_LATEST
 _DECIMAL = re.compile(r"(-?\d{1,19})(\.\d+)?\Z")
 _NO_FIELDS = "without the fields that events have were left out"
@@ -297,8 +281,7 @@ class TraceEvents:
         if not isinstance(event, dict):
             self.problems[_NO_FIELDS] += 1
             return
-        arguments = event.get("args")
-        if arguments is not None and type(arguments) is not dict:
+        if not isinstance(event.get("args"), dict | None):
             self.problems["have args that are no object; they were read without them"] += 1
             event = {**event, "args": None}
         try:
@@ -331,23 +314,26 @@ class TraceEvents:
                 "have no category; those named like operators are treated as operators, the others left out"
             ] += 1
             category = "cpu_op" if named else ""
-        known = _known_as(category)
-        if known is OPERATOR_CATEGORIES or known is ANNOTATION_CATEGORIES:
-            annotation, duration = known is ANNOTATION_CATEGORIES, _duration(event)
-            if duration >= 0 or annotation:
-                self._op(event, annotation, max(0, duration))
+        if category in OPERATOR_CATEGORIES or category in ANNOTATION_CATEGORIES:
+            duration = _duration(event)
+            if duration >= 0 or category in ANNOTATION_CATEGORIES:
+                self._op(event, category in ANNOTATION_CATEGORIES, max(0, duration))
             if duration < 0:
-                done = "taken as moments" if annotation else "left out"
+                done = "taken as moments" if category in ANNOTATION_CATEGORIES else "left out"
                 self.problems[f"of category {category} have no duration, or an impossible one; they were {done}"] += 1
-        elif known is LAUNCH_CATEGORIES:
+        elif category in LAUNCH_CATEGORIES or (
+            isinstance(category, str) and category not in OTHER_CATEGORIES and _LAUNCHES.match(category)
+        ):
             runtime, separator, _rest = category.partition("_")
             if separator:
                 self.device_type = _DEVICE_TYPES.get(runtime, "privateuseone")  # what other packages' devices are
-            self.runtimes[category] += 1
+            self.runtimes[str(category)] += 1
             self._launch(event)
-        elif known is DEVICE_CATEGORIES:
-            self._work(event, category)
-        elif known is OTHER_CATEGORIES:
+        elif category in DEVICE_CATEGORIES or (
+            isinstance(category, str) and category not in OTHER_CATEGORIES and _WORKS.match(category)
+        ):
+            self._work(event, str(category))
+        elif isinstance(category, str) and category in OTHER_CATEGORIES:
             self.others[category] += 1
         elif category != "":
             name = str(category)[:60]
@@ -494,8 +480,6 @@ def _op_kind(name: str, annotation: bool, arguments: Mapping[str, Any]) -> OpKin
 
 def nanoseconds(microseconds: Any) -> int:
     """A time in whole nanoseconds. Raises ValueError, OverflowError and TypeError for an invalid one."""
-    if type(microseconds) is float and -_SHORT < microseconds < _SHORT:
-        return round(microseconds * 1000)
     if isinstance(microseconds, bool):
         raise TypeError("a time is a number")
     text = microseconds.text if isinstance(microseconds, LongFloat) else microseconds
@@ -523,12 +507,10 @@ def _duration(event: dict[str, Any]) -> int:
 
 def integer(value: Any) -> int:
     """An id as a number, -1 if missing or invalid."""
-    if type(value) is int:
-        return value if 0 <= value < 1 << 62 else -1
     if isinstance(value, bool) or value is None:
         return -1
     try:
-        number = int(value)
+        number = value if type(value) is int else int(value)
     except (TypeError, ValueError, OverflowError):
         return -1
     return number if 0 <= number < 1 << 62 else -1
