@@ -236,7 +236,7 @@ def test_tokens_that_are_sorted_for_some_experts_or_in_blocks_are_refused() -> N
     given |= {"n_expert": 4, "n_local_expert": 2, "topk": 2, "permuted_input": torch.zeros(6, 8)}
     given |= {"expert_first_token_offset": torch.zeros(3), "inv_permuted_idx": chosen, "permuted_idx": chosen}
     assert "expert_map" in refusal("_moe_C::moe_permute", **given, expert_map=torch.zeros(4))
-    blocks = {"align_block_size": 128, "m_indices": torch.zeros(128)}
+    blocks = {"align_block_size": None, "m_indices": torch.zeros(128)}
     assert "align_block_size" in refusal("_moe_C::moe_permute", **given, expert_map=None, **blocks)
 
 

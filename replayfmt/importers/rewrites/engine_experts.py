@@ -324,7 +324,9 @@ def shuffled_rows(calls: RewrittenCalls, given: Given, _results: Recorded) -> No
 def permuted(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     """Each token once for each of its experts, sorted by expert; where each comes from and goes to, and where each
     expert's begin."""
-    plain("sorting", given, expert_map=(None,), align_block_size=(None,))
+    plain("sorting", given, expert_map=(None,))
+    if "align_block_size" in given:  # vLLM's older operator
+        raise CannotRewrite("sorting with align_block_size, which counts the choices in another order")
     data, target, begins = given["input"], given["permuted_input"], given["expert_first_token_offset"]
     if target.meta.sizes[0] != math.prod(given["topk_ids"].meta.sizes):
         raise CannotRewrite("sorting into more rows than there are choices")
