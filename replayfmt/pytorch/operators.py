@@ -29,6 +29,7 @@ OWN = ALWAYS_THERE | {"prim", "prims", "rngprims", "opreplay"}
 WITH_TORCH_ALONE = ALWAYS_THERE | {"prims"}
 # Whose operators compute on tensors, but those that `acts_outside` knows.
 COMPUTING = (OWN - {"prim"}) | {"_native", "_test", "fsdp", "inductor", "inductor_prims", "quantized_decomposed"}
+COMPUTING |= {"prepacked"}  # XNNPACK's, in PyTorch 2.11
 COMPUTING |= {"_native_aot", "coor", "flex_gemm"}  # from PyTorch 2.15 on
 COLLECTIVES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}

@@ -203,6 +203,7 @@ def _cuda_graph(folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path, list[str
             torch.ones(3)
 
     patch.setattr(torch.cuda.graphs, "CUDAGraph", CUDAGraph)
+    patch.setattr(torch._C, "_CUDAGraph", CUDAGraph)  # the base, which is hooked where PyTorch is built for CUDA
 
     def program() -> None:
         torch.ones(2)

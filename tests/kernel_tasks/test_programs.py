@@ -199,7 +199,10 @@ def test_a_source_in_cpp_is_built_and_judged(exported: Exported, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_compiled_candidate_is_honest_although_its_compiler_has_threads(exported: Exported, tmp_path: Path) -> None:
+def test_a_compiled_candidate_is_honest_although_its_compiler_has_threads(
+    exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "1")  # as where the caller has compiled, too
     (tmp_path / "mine.py").write_text(
         "import torch\n@torch.compile\ndef _softmax(self, dim, half_to_float):\n"
         "    e = torch.exp(self - self.amax(dim, True))\n    return e / e.sum(dim, True)\n"

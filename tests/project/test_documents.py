@@ -55,9 +55,10 @@ def steps(text: str) -> list[Step]:
 
 
 def shape(line: str) -> str:
-    """A line of output without what differs from run to run and from machine to machine: numbers, units, width."""
+    """A line of output without what differs from run to run and from machine to machine: numbers, PyTorch's build,
+    units, width."""
     line = re.sub(r"\b[0-9a-f]{12,}\b", "#", line)
-    line = re.sub(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?", "#", line)
+    line = re.sub(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?(?:\+cpu|\+cu\d+)?", "#", line)
     line = re.sub(r"# ?(?:ns|µs|us|ms|s|B|KiB|MiB|GiB|kB|MB|GB|[kMG]?/s)\b", "# unit", line)
     return re.sub(r"[\s─━-]+", " ", line).strip(" …")
 

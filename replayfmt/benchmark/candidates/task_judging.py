@@ -119,7 +119,8 @@ class State:
         classes = [value for value in own.values() if isinstance(value, type) and value.__module__ == __name__]
         self._functions = [_Functions(owner) for owner in (*self._OWNERS, sys.modules[__name__], *classes)]
         self._kernels = frozenset(torch.library._impls)
-        self._variables = dict(os.environ)
+        # Inductor passes addresses of this process on to what it compiles.
+        self._variables = {name: value for name, value in os.environ.items() if not name.startswith("_TORCHINDUCTOR_")}
         self._before = self._read()
 
     def _read(self) -> dict[str, Any]:
@@ -161,9 +162,9 @@ class State:
         for name, value in self._data.items():
             if data.get(name) is not value or repr(value) != self._texts[name]:
                 found.append(f"{name} of check.py")
-        variables = {name: os.environ.get(name) for name in self._variables}
-        if variables != self._variables:
-            found.append("environment variables")
+        variables = [name for name, value in self._variables.items() if os.environ.get(name) != value]
+        if variables:
+            found.append(f"environment variables ({', '.join(variables)})")
         # PyTorch's own operators may not get other kernels: the original would compute, or take, something else. Those
         # for transforms, which PyTorch adds when one is first used, are not the original's.
         if any(re.match(r"aten/.*/(?!FuncTorch)", each) for each in self._kernels ^ torch.library._impls):
