@@ -410,6 +410,7 @@ def _own_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process
     if sys.stdout is sys.__stdout__:
         before = sys.stdout
+        before.flush()  # what was printed until now is no library's
         # Characters that the encoding lacks are escaped: names come from anywhere.
         errors = "backslashreplace" if before.errors == "strict" else before.errors
         sys.stdout = TextIOWrapper(

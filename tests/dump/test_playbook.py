@@ -89,8 +89,9 @@ def test_every_flag_in_the_playbook_exists() -> None:
     ours = re.sub(
         r"^(?:- run: )?(?:nvidia-smi|python3? -m venv) .*$", "", WHOLE, flags=re.MULTILINE
     )  # others' commands
-    # An example's, torchrun's own, and a simulator's.
-    ours = re.sub(r"--steps 2\b|torchrun --nproc-per-node=\S+|--(?:workload|comm-group)-configuration\b", "", ours)
+    # An example's, launchers' own, and a simulator's.
+    launchers = r"torchrun --nproc-per-node=\S+|accelerate launch --no_python"
+    ours = re.sub(rf"--steps 2\b|{launchers}|--(?:workload|comm-group)-configuration\b", "", ours)
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", ours)) <= known
     for tool in TOOLS:
         for line in re.findall(rf"^(?:\$ )?opreplay-{tool} (.+)$", WHOLE, re.MULTILINE):

@@ -167,7 +167,7 @@ STEPS_OF_A_START = (
     pytest.param("replayfmt.native.hook.DispatchHook.begin", marks=pytest.mark.recorder("native"), id="hook"),
     "replayfmt.native.watching.ThreadWatch.begin",
     "replayfmt.recording.recorder.Threads.install",
-    "threading.Thread.start",
+    "replayfmt.recording.recorder.HiddenThread.start",
 )
 
 

@@ -9,6 +9,7 @@ import mmap
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -258,8 +259,10 @@ def test_addresses_are_told_from_numbers_where_the_heap_is_below_4_gib() -> None
     python = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     if not Path(python).exists() or not is_at_a_fixed_address(python):
         pytest.skip(f"{python} is not there, or at no fixed address")
+    packages = f"import site, sys; site.addsitedir({sysconfig.get_path('purelib')!r})"  # in place of its own
     run = subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", __file__],
+        [python, "-S", "-c", f"{packages}; import pytest; sys.exit(pytest.main(sys.argv[1:]))"]
+        + ["-q", "-p", "no:cacheprovider", "-m", "not slow", __file__],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
