@@ -194,7 +194,7 @@ def test_accepted_kernels_are_ranked_by_the_whole_workload_and_by_the_replay(
 ) -> None:
     folder = tmp_path / "c"
     folder.mkdir()
-    slow = honest("addmm", "another order of operations").replace("    return", "    time.sleep(0.1)\n    return")
+    slow = honest("addmm", "another order of operations").replace("    return", "    time.sleep(0.02)\n    return")
     (folder / "a.py").write_text(f"import time\n{slow}")
     (folder / "b.py").write_text(honest("addmm", "another order of operations"))
     (folder / "c.py").write_text(cheat("zeros", ""))
