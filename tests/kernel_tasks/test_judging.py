@@ -165,7 +165,8 @@ def test_a_kernel_that_is_right_until_it_is_timed_is_rejected(exported: Exported
     }
     found = judged(exported(kernel="aten::addmm"), tmp_path / "c", texts, Options(min_time_s=0.02))
     assert found.pop("the original when it is timed")["verdict"] == "calls the original"
-    assert found.pop("works on when it is timed")["verdict"] in ("late work", "cached")
+    # Its thread may read an argument whose memory is gone by then.
+    assert found.pop("works on when it is timed")["verdict"] in ("late work", "cached", "crashed")
     assert found.pop("stops the clock when it is timed")["verdict"] == "global state"
     assert found.pop("sees which calls are judged")["verdict"] == "reads the task"
     assert found["honest"]["verdict"] == "accepted" and len(found["honest"]["timed"]) == 4
