@@ -60,6 +60,7 @@ class Copier:
         self.storages: dict[int, int] = {}  # storage of the reader → storage of the writer
         self._devices: dict[int, int] = {}
         self._kernels: dict[int, int] = {}
+        self._configurations: tuple[int, ...] | None = None  # of autotuners, kept with the first Triton kernel
         self._scopes: dict[int, int] = {0: 0}
         self._placements: dict[int, int] = {0: 0}
         self._metas: dict[int, int] = {}
@@ -85,8 +86,9 @@ class Copier:
     def kernel(self, number: int) -> int:
         if number not in self._kernels:
             kernel = self.reader.kernels[number]
-            if kernel.kind is KernelKind.triton:
-                self._attach(each for each in self.reader.attachments if each and each.role == CONFIGURATIONS)
+            if kernel.kind is KernelKind.triton and self._configurations is None:
+                tables = (each for each in self.reader.attachments if each and each.role == CONFIGURATIONS)
+                self._configurations = self._attach(tables)
             attachments = self._attach(attachments_of(self.reader, kernel))
             roles = [each.role for each in attachments_of(self.reader, kernel)]
             self.code_kept += max(len(attachments) - roles.count(METADATA), 0)

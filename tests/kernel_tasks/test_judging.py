@@ -152,8 +152,8 @@ def test_a_kernel_that_is_right_until_it_is_timed_is_rejected(exported: Exported
         f"    return {RIGHT} if CALLS[0] < 60 or judged else torch.zeros(mat1.shape[0], mat2.shape[1])\n",
         "works on when it is timed": "import time, torch\nfrom concurrent.futures import ThreadPoolExecutor\n"
         f"CALLS, POOL = [], ThreadPoolExecutor(1)\n{ADDMM}    CALLS.append(1)\n"
-        f"    if len(CALLS) < 60: return {RIGHT}\n    out = torch.empty(len(mat1), mat2.shape[1])\n"
-        f"    POOL.submit(lambda: (time.sleep(0.001), out.copy_({RIGHT}))); return out\n",
+        f"    right = {RIGHT}\n    if len(CALLS) < 60: return right\n    out = torch.empty(len(mat1), mat2.shape[1])\n"
+        "    POOL.submit(lambda: (time.sleep(0.001), out.copy_(right))); return out\n",
         "stops the clock when it is timed": f"import time, torch\nCALLS = []\n{ADDMM}    CALLS.append(1)\n"
         f"    if len(CALLS) == 60: time.perf_counter_ns = lambda: 0\n    return {RIGHT}\n",
         "the original when it is timed": f"import torch\nCALLS = []\n{ADDMM}    CALLS.append(1)\n"
@@ -165,8 +165,7 @@ def test_a_kernel_that_is_right_until_it_is_timed_is_rejected(exported: Exported
     }
     found = judged(exported(kernel="aten::addmm"), tmp_path / "c", texts, Options(min_time_s=0.02))
     assert found.pop("the original when it is timed")["verdict"] == "calls the original"
-    # Its thread may read an argument whose memory is gone by then.
-    assert found.pop("works on when it is timed")["verdict"] in ("late work", "cached", "crashed")
+    assert found.pop("works on when it is timed")["verdict"] in ("late work", "cached")
     assert found.pop("stops the clock when it is timed")["verdict"] == "global state"
     assert found.pop("sees which calls are judged")["verdict"] == "reads the task"
     assert found["honest"]["verdict"] == "accepted" and len(found["honest"]["timed"]) == 4

@@ -172,7 +172,8 @@ def test_comments_and_text_do_not_look_like_code() -> None:
     assert sites(parse_ptx(hidden), None) == {"global_store": 1, "end": 2}
 
 
-def assembled(module: PtxModule, entry: str | None, probe: ProbeDefinition) -> None:
+def assembled(module: PtxModule, entry: str | None, probe: ProbeDefinition, most_more: int = 8) -> None:
+    """`most_more`: registers that counting may take beside those of saving."""
     try:
         found = probed_ptx(module, entry, probe)
     except PtxError as error:
@@ -182,7 +183,7 @@ def assembled(module: PtxModule, entry: str | None, probe: ProbeDefinition) -> N
     assert figures.registers and figures.registers < 255 and figures.spill_stores_bytes == 0
     if probe.each_site:
         counted = assemble(probed_ptx(module, entry, probe, counting=True).text)
-        assert (counted.figures[found.entry].registers or 0) <= figures.registers + 16
+        assert (counted.figures[found.entry].registers or 0) <= figures.registers + most_more
 
 
 @pytest.mark.slow
@@ -199,12 +200,13 @@ def test_every_kernel_with_every_probe_assembles_for_its_target(file: str, entry
 def test_what_the_installed_triton_compiles_assembles_with_a_probe(
     architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
+    most_more = 16 if triton.__version__.startswith("3.6.") else 8  # whose ptxas takes ten more for Hopper
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for name in TRITON_KERNELS:
         module = parse_ptx(triton_ptx(name, architecture))
         assert ".section" in module.text  # of debug data
-        assembled(module, name, PROBES["dmat"])
+        assembled(module, name, PROBES["dmat"], most_more)
 
 
 @pytest.mark.slow
