@@ -359,8 +359,9 @@ class Recorder:
         core = self._core
         if core is not None:
             core.on = False
-            core.finished = True
-            core.lock = core.buffer.lock = threading.RLock()
+            core.finished = core.closed = True  # an op that forked is under way still, and must write nothing
+            if not core.lock._is_owned():  # type: ignore[attr-defined]
+                core.lock._at_fork_reinit()  # type: ignore[attr-defined]  # another thread may have held it
         if self._threads is not None:
             self._threads.forked()
         for patches in self._patches:

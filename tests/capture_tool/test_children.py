@@ -147,15 +147,19 @@ def test_from_python_too_a_capture_says_which_children_worked(tmp_path):
 
 
 FORKED_INSIDE = """
-import os, sys
+import os, sys, time
 import torch
 import replayfmt
 
 def forked_during_an_op():
     @torch.library.custom_op("capture_tests::forking", mutates_args=())
     def forking(x: torch.Tensor) -> torch.Tensor:
-        pids.append(os.fork())
+        if x.numel() > 1:
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                time.sleep(0.5)  # what waits in the parent's capture is overdue then, and not the child's to write
         return x + 1
+    forking(torch.ones(1))  # from now on it is recorded in another way
     forking(torch.ones(2))
 
 pids = []
