@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +32,16 @@ def plain(folder, *arguments, stdin="", **variables):
 
 
 def _run(program, folder, arguments, stdin, variables):
-    command, env = [program, *map(str, arguments)], environment(**variables)
-    return subprocess.run(command, cwd=folder, env=env, input=stdin, capture_output=True, text=True, timeout=300)
+    """One that hangs says where, in each of its processes: its stacks are in the failure's text."""
+    command, env = [program, *map(str, arguments)], environment(PYTHONFAULTHANDLER="1", **variables)
+    piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=folder, env=env, text=True, start_new_session=True, **piped) as process:
+        try:
+            out, err = process.communicate(stdin, timeout=300)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGABRT)
+            raise AssertionError(f"{command} hung:\n{process.communicate()[1]}") from None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def started(folder, *arguments, **variables):
