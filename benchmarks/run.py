@@ -40,6 +40,7 @@ SCRIPTS = (
     "import_coverage",
     "probe_reports",
     "report_page",
+    "rank_folders",
 )
 
 
