@@ -3,16 +3,17 @@ use with the installed compiler.
 
 A library's file name contains a digest of everything that it must match: source, platform, and the PyTorch and Python
 that it uses, if it does. The file ends with a digest of itself: a damaged library is rebuilt, and so is one that this
-system cannot load. It is written under a temporary name and renamed, so processes that build at the same time do not
-interfere. Only files that no other user can have written are loaded from the cache: every directory on the way is
-checked, and a file is opened once, then checked and loaded by its descriptor. `python -m replayfmt.native` builds the
-libraries for a wheel.
+system cannot load. One process builds, and others, such as further ranks, wait for what it builds. A library is written
+under a temporary name and renamed, so that one is whole whatever happens. Only files that no other user can have
+written are loaded from the cache: every directory on the way is checked, and a file is opened once, then checked and
+loaded by its descriptor. `python -m replayfmt.native` builds the libraries for a wheel.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import grp
 import hashlib
 import itertools
@@ -26,8 +27,9 @@ import stat
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,6 +42,7 @@ _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-
 _WITH_PYTHON = ("recorder.cpp",)  # sources that need the interpreter's headers, and all headers beside this module
 _WITH_TORCH = (*_WITH_PYTHON, "thread_watch.cpp")  # sources that need PyTorch; the others fit every PyTorch and Python
 _PATIENCE_S = 600
+_TURN_S = 180  # that one process lets another one build
 _CARRIED = Path(__file__).parent / "built"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -64,8 +67,11 @@ def library(source: str) -> ctypes.PyDLL:
             path = _cache() / name
             found = _loaded(path, own=True)
         if found is None:
-            _build(source, path)
-            found = _loaded(path, own=True, new=True)
+            with _building(path.parent):
+                found = _loaded(path, own=True)
+                if found is None:
+                    _build(source, path)
+                    found = _loaded(path, own=True, new=True)
         if found is None:
             raise NotAvailable("the library cannot be built or loaded", f"{path} was built, and is damaged")
         return found
@@ -232,6 +238,24 @@ def _name_of_open(descriptor: int, path: Path) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ the cache
+
+
+@contextmanager
+def _building(directory: Path) -> Iterator[None]:
+    """While no other process builds in that directory; or while one seems to for very long, as a child does that was
+    forked by one that built."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        end = time.monotonic() + _TURN_S
+        with suppress(OSError):  # this file system has no locks
+            while time.monotonic() < end:
+                with suppress(BlockingIOError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _build(source: str, path: Path) -> None:

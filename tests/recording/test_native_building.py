@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import functools
 import hashlib
 import os
@@ -330,8 +331,20 @@ def test_a_cache_that_cannot_be_made_is_told(built: Path, tmp_path: Path, monkey
 
 
 @pytest.mark.guarantee("library-private")
-def test_processes_that_build_at_once_leave_one_whole_library(built: Path, compiled: list[Path]) -> None:
-    """Both find none, both build, and each renames its own into place."""
+def test_of_processes_that_need_a_library_at_once_one_builds_it(built: Path, compiled: list[Path]) -> None:
+    built.unlink()
+    with ThreadPoolExecutor(2) as pool:
+        paths = list(pool.map(lambda _: building.library("thread_watch.cpp")._name, range(2)))
+    assert paths == [str(built)] * 2 and len(compiled) == 1
+    assert [path.name for path in built.parent.iterdir()] == [built.name]
+
+
+@pytest.mark.guarantee("library-private")
+def test_processes_that_build_at_once_leave_one_whole_library(
+    built: Path, compiled: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has the lock and does not give it back: both find none, both build, and each renames its own into
+    place."""
     whole = built.read_bytes()
     built.unlink()
     meeting = threading.Barrier(2, timeout=60)
@@ -341,12 +354,15 @@ def test_processes_that_build_at_once_leave_one_whole_library(built: Path, compi
         meeting.wait()
         build(source, output, **how)
 
-    building.compile_library = together
+    monkeypatch.setattr(building, "compile_library", together)
+    monkeypatch.setattr(building, "_TURN_S", 0.2)
+    lock = os.open(built.parent, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         with ThreadPoolExecutor(2) as pool:
             paths = list(pool.map(lambda _: building.library("thread_watch.cpp")._name, range(2)))
     finally:
-        building.compile_library = build
+        os.close(lock)
     assert paths == [str(built)] * 2 and len(compiled) == 2 and built.read_bytes() == whole
     assert [path.name for path in built.parent.iterdir()] == [built.name]
 
