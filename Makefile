@@ -131,7 +131,7 @@ check: $(INSTALLED)
 sweep: $(INSTALLED)
 	$(PYTEST) -m sweep
 
-# Without end. STAGE is read, plan or run; make fuzz STAGE=run SEED=2000 goes on where it was stopped.
+# Without end. STAGE is read, plan, run or tools; make fuzz STAGE=run SEED=2000 goes on where it was stopped.
 STAGE ?= read
 SEED  ?= 0
 fuzz: $(INSTALLED)

@@ -1,6 +1,6 @@
 """A fuzzer that changes what a capture says and then makes every checksum valid again.
 
-    PYTHONPATH=tests python -m safety.fuzzing [--stage=read|plan|run] [--cases=N] [--seed=S]
+    PYTHONPATH=tests python -m safety.fuzzing [--stage=read|plan|run|tools] [--cases=N] [--seed=S]
 
 Each case is made of its number alone, so that `--seed=S --cases=1` is that case again. The work is done in a process of
 its own: one that dies, takes too long or gives anything but a result or one error of ours is a failure, and the next
@@ -9,6 +9,7 @@ process goes on behind it. Without --cases it runs until it is stopped. Exit cod
     read    open, decode every record, dump, check
     plan    what `read` does not refuse is planned
     run     and replayed
+    tools   shown, reported, exported, trimmed and compared, in one of the ways of the command line
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 from format.reseal import Frame, join, split, tables_of
 
@@ -47,7 +50,27 @@ from .code_captures import write as write_code
 from .programs import PROGRAMS, together
 
 _TESTS = Path(__file__).resolve().parents[1]
-STAGES = ("read", "plan", "run")
+STAGES = ("read", "plan", "run", "tools")
+# Of the stage `tools`, before the case's file; behind it stands a name that is free, or another case's.
+_TO_A_FILE, _ALONE = ("OUT",), ()
+COMMANDS = (
+    (("dump",), _ALONE),
+    (("dump", "--findings"), _ALONE),
+    (("dump", "--summary", "--format=jsonl"), _ALONE),
+    (("dump", "--signatures"), _ALONE),
+    (("dump", "--kernel-skeleton=1"), _ALONE),
+    (("report", "--output=OUT"), _ALONE),
+    (("check", "--recover=OUT"), _ALONE),
+    (("export", "--format=replay-zip", "--partial"), _TO_A_FILE),
+    (("export", "--format=kernel-task", "--ops=1:4"), _TO_A_FILE),
+    (("export", "--format=perfetto"), _TO_A_FILE),
+    (("export", "--format=csv"), _TO_A_FILE),
+    (("trim", "--payload=none"), _TO_A_FILE),
+    (("trim", "--ops=1:4"), _TO_A_FILE),
+    (("trim", "--redact", "--no-sources"), _TO_A_FILE),
+    (("trim", "--script=OUT"), _ALONE),
+    (("compare",), ("OTHER",)),
+)
 POLICIES = ("full", "integers", "none")
 # How long a case may work, and how long it may take where it waits for something, or the machine is busy.
 _LONGEST_CASE_CPU_S, _LONGEST_CASE_S = 60, 1800
@@ -240,6 +263,8 @@ def try_case(sources: list[Source], seed: int, stage: str, path: Path) -> str:
                     chunk.encode()
             check_capture(path)
             return "ok"
+        if stage == "tools":
+            return _call_tool(sources, random.Random(seed), path)
         from replayfmt.replay.plan import Plan
 
         for keep_going in (False, True):
@@ -255,6 +280,28 @@ def try_case(sources: list[Source], seed: int, stage: str, path: Path) -> str:
         return type(error).__name__
 
 
+def _call_tool(sources: list[Source], chance: random.Random, path: Path) -> str:
+    """One of the commands on the case's file, in a folder of its own: `ok`, or the name of an error of ours."""
+    source = chance.choice(sources)
+    (tool, *options), behind = chance.choice(COMMANDS)
+    with tempfile.TemporaryDirectory(dir=path.parent) as name:
+        other = Path(name, "other.opreplay")
+        other.write_bytes(join(source.preamble, source.frames))
+        places = {"OUT": str(Path(name, "out")), "OTHER": str(other)}
+        given = [option.replace("=OUT", "=" + places["OUT"]) for option in options]
+        given += [str(path), *(places[each] for each in behind)]
+        command = import_module(f"opreplay_tools.{tool}").cli
+        try:
+            code = command.main(given, prog_name=tool, standalone_mode=False)
+        except click.ClickException as error:
+            return type(error).__name__
+        finally:
+            left = [each.name for each in Path(name).rglob("*.partial")]
+        if left:
+            raise AssertionError(f"opreplay-{tool} left {left}")
+    return "ok" if not code else f"exit code {code}"
+
+
 # ------------------------------------------------------------------------------------------------------------ processes
 
 
@@ -264,7 +311,7 @@ def _work(stage: str, first: int, end: int, folder: Path) -> None:
     sys.stderr = open(folder / "stderr", "w")  # noqa: SIM115 - warnings of operators, for as long as the process
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as work:
         sources = make_sources(Path(work))
-        if stage == "run":
+        if stage in ("run", "tools"):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         path, ended = Path(work) / "case.opreplay", Counter[str]()
         progress = os.open(folder / "progress", os.O_WRONLY | os.O_CREAT)

@@ -15,7 +15,7 @@ from replayfmt.replay.plan import Plan
 from . import fuzzing
 from .fuzzing import fuzz, make_case, make_sources, try_case
 
-CASES = {"read": 200, "plan": 30, "run": 60}
+CASES = {"read": 200, "plan": 30, "run": 60, "tools": 40}
 
 
 @pytest.mark.guarantee("numbers")
