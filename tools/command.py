@@ -33,9 +33,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Selection": (
         "--ops", "--scope", "--kernel", "--signature", "--unique", "--partial", "--summary", "--findings",
-        "--signatures", "--values", "--kernel-skeleton", "--attachment", "--start-op", "--stop-op", "--start-scope",
-        "--stop-scope", "--step", "--steps", "--time", "--op-limit", "--op-instances", "--group-by", "--top", "--rank",
-        "--section", "--tensors", "--predict", "--tool", "--launch", "--launches", "--records", "--max-bytes",
+        "--signatures", "--values", "--kernel-skeleton", "--language", "--attachment", "--start-op", "--stop-op",
+        "--start-scope", "--stop-scope", "--step", "--steps", "--time", "--op-limit", "--op-instances", "--group-by",
+        "--top", "--rank", "--section", "--tensors", "--predict", "--tool", "--launch", "--launches", "--records",
+        "--max-bytes",
         "--target", "--reads-unwritten", "--children", "--device-kernels", "--table", "--replayed", "--power-log",
     ),
     "Scopes": ("--mark", "--module-scopes"),

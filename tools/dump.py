@@ -88,8 +88,18 @@ Chunks = Callable[[], Iterable[str]]  # makes chunks of whole lines
 )
 @option(
     "--kernel-skeleton ID|OPERATOR",
-    "Print a Python file to start a replacement kernel from, for --replay-kernel-substitution of other tools. The "
-    "kernel is given by id or name (aten::mm, aten::mm.default).",
+    "Print a Python file to start a replacement kernel from, for --replay-kernel-substitution of other tools, which "
+    "passes as it is. The kernel is given by id or name (aten::mm, aten::mm.default).",
+)
+@option(
+    "--language",
+    "With --kernel-skeleton of an operator: python (the default) calls the original; triton and cpp also launch a "
+    "kernel that writes what the original computed.",
+    type=["python", "triton", "cpp"],
+)
+@option(
+    "--allow-code",
+    "With --kernel-skeleton of a Triton or C++ kernel: print its source from the capture, which runs with the file.",
 )
 @option(
     "--attachment ID", "Write the attachment of a kernel with this id, unchanged: its source, a binary, or other data."
@@ -111,6 +121,8 @@ def cli(
     signatures: bool,
     device_kernels: bool,
     kernel_skeleton: str | None,
+    language: str | None,
+    allow_code: bool,
     attachment: str | None,
     output: str | None,
     force: bool,
@@ -132,6 +144,8 @@ def cli(
     )
     if kernel_skeleton is not None and (selects or attachment is not None):
         raise UsageError(f"--kernel-skeleton={kernel_skeleton} prints a Python file; it goes with no other flag")
+    if kernel_skeleton is None and (language is not None or allow_code):
+        raise UsageError(f"{'--allow-code' if allow_code else '--language'} is for --kernel-skeleton")
     if attachment is not None and selects:
         raise UsageError(f"--attachment={attachment} writes one attachment as it is; it goes with --output alone")
     if output is not None and attachment is None:
@@ -173,7 +187,7 @@ def cli(
         if kernel_skeleton is not None:
             from replayfmt.dump.kernel_skeleton import kernel_skeleton as skeleton
 
-            write([skeleton(reader, kernel_skeleton)])
+            write([skeleton(reader, kernel_skeleton, language, allow_code)])
         elif attachment is not None:
             from replayfmt.dump.contents import attachment_content
 

@@ -1,7 +1,8 @@
 """The skeleton of a replacement for a kernel of a capture: a Python file that runs, and does what the kernel does.
 
-For a kernel of code it is a function with the kernel's parameters, whose body is to be written. What a capture says
-becomes part of the file only escaped.
+For an operator it calls the original. In Triton or C++, a kernel of its own then writes what the original computed,
+until the user's computes it. For a kernel of code it is the captured source, with the user's permission. All else that
+a capture says becomes part of the file only escaped.
 """
 
 from __future__ import annotations
@@ -116,7 +117,12 @@ class _Skeleton(ABC):
 
     def __init__(self, reader: CaptureReader, kernel_id: int, kernel: Kernel, schema: OperatorSchema) -> None:
         self._reader, self._kernel_id, self._kernel, self._schema = reader, kernel_id, kernel, schema
-        self._function = identifier_like(schema.base_name, self.names_inside())
+        taken = self.names_inside()
+        self._function = self.function_name() or identifier_like(schema.base_name, taken)
+
+    def function_name(self) -> str:
+        """The function's name, "" for one like the kernel's."""
+        return ""
 
     @abstractmethod
     def names_inside(self) -> set[str]:
@@ -140,6 +146,7 @@ class _Skeleton(ABC):
         yield f"    opreplay-run {self.flags}--replay-kernel-substitution={chosen} CAPTURE"
         yield f"    opreplay-benchmark --compare {self.flags}--replay-kernel-substitution={chosen} CAPTURE"
         yield ""
+        yield from self.notes()
         if "MODULE" in self.flags:
             yield "MODULE registers the operator; this file may import it as well."
             yield ""
@@ -147,6 +154,10 @@ class _Skeleton(ABC):
         yield ""
         yield from signature_lines(groups)
         yield '"""'
+
+    def notes(self) -> list[str]:
+        """Paragraphs of the heading, each with an empty line behind it."""
+        return []
 
     def _documented(self) -> Iterator[str]:
         """The beginning of the function's docstring."""
@@ -160,76 +171,82 @@ class _Skeleton(ABC):
 
 
 class _CodeSkeleton(_Skeleton):
-    """For a kernel of code: its body is to be written. Subclasses say what differs between languages."""
+    """For a kernel of code: its captured source. Subclasses say what differs between languages."""
 
     flags = "--allow-code "
 
     def names_inside(self) -> set[str]:
         contents = contents_of(self._reader, self._kernel)
-        self._names = self.named(parse_metadata(contents.get(METADATA, b"{}"), self._kernel.qualified_name))
-        if not self._names or not all(each.isidentifier() and not iskeyword(each) for each in self._names):
-            raise ValueError("its parameters have no names that a function can have")
-        self._source = contents.get(SOURCE, b"").decode(errors="replace")
-        return {*self._names, "triton", "tl"}
+        if SOURCE not in contents:
+            raise ValueError("the capture has no source of it")
+        self._source = contents[SOURCE].decode()
+        self._metadata = parse_metadata(contents.get(METADATA, b"{}"), self._kernel.qualified_name)
+        return {"torch", "kernel", "compiling"}
 
     @abstractmethod
-    def named(self, metadata: dict[str, Any]) -> list[str]:
-        """The names of the parameters."""
-
-    @abstractmethod
-    def head(self) -> list[str]:
-        """The imports, and the function's first lines."""
-
-    @abstractmethod
-    def body(self) -> str:
-        """A line that refuses to run."""
-
-    def shown(self, source: str) -> str:
-        """What of the captured source is shown."""
-        return source
+    def code(self) -> Iterator[str]:
+        """The file behind its docstring."""
 
     def text(self) -> str:
-        lines = [*self._heading(), "", *self.head(), *self._documented(), '    """', f"    {self.body()}"]
-        if self._source:
-            lines += ["", "", "# The source in the capture:", "#"]
-            lines += [f"# {printable(line)}".rstrip() for line in self.shown(self._source).splitlines()]
-        return "\n".join(lines) + "\n"
+        *heading, end = self._heading()
+        written = ", ".join(argument.name for argument in self._schema.arguments if argument.type.written)
+        heading += ["", f"It must write {written}, and no other argument.", end]
+        text = "\n".join([*heading, "", *self.code()]) + "\n"
+        compile(text, "skeleton", "exec", dont_inherit=True)  # raises SyntaxError, and ValueError for zero bytes
+        return text
 
 
 class TritonSkeleton(_CodeSkeleton):
-    """For a Triton kernel: a function of Triton."""
+    """For a Triton kernel: the function of Triton, with those that it calls."""
 
     variant = "@triton"
 
-    def named(self, metadata: dict[str, Any]) -> list[str]:
-        self._constexprs = frozenset(_texts(metadata.get("constexprs")))
-        return _texts(metadata.get("parameters"))
+    def names_inside(self) -> set[str]:
+        names = super().names_inside()
+        self._entry = self._metadata.get("function")
+        if not isinstance(self._entry, str) or not self._entry.isidentifier():
+            raise ValueError("its metadata does not name its function")
+        return names
 
-    def head(self) -> list[str]:
-        parameters = [f"{each}: tl.constexpr" if each in self._constexprs else each for each in self._names]
-        imports = ["import triton", "import triton.language as tl", "", "", "@triton.jit"]
-        return [*imports, f"def {self._function}({', '.join(parameters)}):"]
+    def function_name(self) -> str:
+        return str(self._entry)
 
-    def body(self) -> str:
-        return 'tl.static_assert(False, "the kernel goes here")'
+    def code(self) -> Iterator[str]:
+        yield f"# The captured source: your code goes into {self._entry}, which keeps its parameters."
+        yield self._source.rstrip()
 
 
 class CppSkeleton(_CodeSkeleton):
-    """For a C++ kernel that Inductor generated: a Python function that writes the same arguments."""
+    """For a C++ kernel that Inductor generated: a Python function that calls it, built by Inductor as it was."""
 
-    def named(self, metadata: dict[str, Any]) -> list[str]:
-        return [argument.name for argument in self._schema.arguments]
-
-    def head(self) -> list[str]:
-        parameters = [f"    {argument.name}: {type_hint(argument.type)}," for argument in self._schema.arguments]
-        imports = ["from __future__ import annotations", "", "import torch", "from torch import Tensor", "", ""]
-        return [*imports, f"def {self._function}(", *parameters, ") -> None:"]
-
-    def body(self) -> str:
-        return 'raise NotImplementedError("the kernel goes here")'
-
-    def shown(self, source: str) -> str:
-        return source.partition(BINDINGS)[0].strip()
+    def code(self) -> Iterator[str]:
+        names = [argument.name for argument in self._schema.arguments]
+        parameters = self._metadata.get("parameters")
+        if not isinstance(parameters, str) or not all(each.isidentifier() and not iskeyword(each) for each in names):
+            raise ValueError("its parameters have no names that a function can have")
+        types = [re.sub(r"\w+\s*\Z", "", each).strip() for each in parameters.split(",")]
+        source = self._source.partition(BINDINGS)[0].strip()
+        literal = f'r"""\n{source}\n"""'
+        if '"""' in source:
+            literal = f"r'''\n{source}\n'''"
+        yield "from __future__ import annotations"
+        yield ""
+        yield "import torch"
+        yield "from torch import Tensor"
+        yield "from torch._inductor.async_compile import AsyncCompile"
+        yield ""
+        yield "# The captured source: your code goes into the function `kernel`, which keeps its parameters."
+        yield f"SOURCE = {literal}"
+        yield ""
+        yield "compiling = AsyncCompile()"
+        yield f"kernel = compiling.cpp_pybinding({types!a}, SOURCE)"
+        yield "compiling.wait(globals())"
+        yield ""
+        yield ""
+        yield f"def {self._function}("
+        yield from (f"    {argument.name}: {type_hint(argument.type)}," for argument in self._schema.arguments)
+        yield ") -> None:"
+        yield f"    kernel({', '.join(names)})"
 
 
 # Schemas hold the defaults of these types as numbers; what PyTorch calls them in Python.
@@ -256,10 +273,13 @@ _LAYOUTS = ("strided", "sparse_coo")
 _OF_CODE = {KernelKind.triton: TritonSkeleton, KernelKind.inductor_cpp: CppSkeleton}
 
 
-def kernel_skeleton(reader: CaptureReader, which: int | str) -> str:
-    """The file's text. `which` is a kernel's id or the name of an operator, with or without its overload.
+def kernel_skeleton(
+    reader: CaptureReader, which: int | str, language: str | None = None, allow_code: bool = False
+) -> str:
+    """The file's text. `which` is a kernel's id or the name of an operator, with or without its overload. `language`:
+    of an operator's, one of LANGUAGES. `allow_code`: whether code of the capture may be in it.
 
-    Raises UsageError if there is no such kernel, a name means several, or the schema makes no Python function.
+    Raises UsageError if there is no such kernel, a name means several, or none can be written.
     """
     flag = f"--kernel-skeleton={which}"
     kernel_id = _kernel_id(reader, which, flag)
@@ -271,14 +291,21 @@ def kernel_skeleton(reader: CaptureReader, which: int | str) -> str:
     try:
         schema = parse_operator_schema(kernel.schema)
         if kernel.kind in _OF_CODE:
+            if language is not None:
+                raise ValueError(f"it is code, whose language stays; leave out --language={language}")
+            if not allow_code:
+                raise ValueError(
+                    "it is code: its skeleton is its source from the capture, which runs with the file; --allow-code "
+                    "allows that"
+                )
             return _OF_CODE[kernel.kind](reader, kernel_id, kernel, schema).text()
         problem = name_problem(kernel.name, kernel.overload)
         if problem:
             raise ValueError(problem)
         if (schema.name, schema.overload or "default") != (kernel.name, kernel.overload):
             raise ValueError(f"it is the schema of {schema.name}.{schema.overload or 'default'}")
-        return OperatorSkeleton(reader, kernel_id, kernel, schema).text()
-    except ValueError as error:
+        return _OF_OPERATORS[language or "python"](reader, kernel_id, kernel, schema).text()
+    except (ValueError, SyntaxError) as error:
         raise UsageError(f"{flag}: no skeleton can be written of {kernel.qualified_name}: {error}") from None
 
 
@@ -320,10 +347,12 @@ def _kernel_id(reader: CaptureReader, which: int | str, flag: str) -> int:
 class OperatorSkeleton(_Skeleton):
     """For an operator: a function that calls the original."""
 
+    global_names: frozenset[str] = frozenset()  # that the file has besides
+
     def names_inside(self) -> set[str]:
         schema = self._schema
         names = {argument.name for argument in schema.arguments}
-        taken = names | {schema.base_name}
+        taken = names | {schema.base_name, *self.global_names}
         self.flags = "" if self._kernel.qualified_name.startswith("aten::") else "--allow-import=MODULE "
         self._original = identifier_like("original", taken)
         # Arguments whose name is a Python keyword, which no parameter can have.
@@ -333,7 +362,7 @@ class OperatorSkeleton(_Skeleton):
             if iskeyword(argument.name) and (argument.keyword_only or argument.default is not None)
         ]
         self._others = identifier_like("words", {*taken, self._original, *(f"{name}_" for name in taken)})
-        return names
+        return names | self.global_names
 
     def text(self) -> str:
         lines = [
@@ -341,20 +370,31 @@ class OperatorSkeleton(_Skeleton):
             "",
             "from __future__ import annotations",
             "",
-            "import torch",
-            "from torch import Tensor",
+            *self.imports(),
             "",
             "",
             *self._called_original(),
+            *self.kernel(),
             "",
             "",
             f"def {self._function}(",
             *self._parameters(),
             f") -> {self._returned_hint()}:",
             *self._docstring(),
-            f"    return {self._original}({', '.join(self._passed())})",
+            *self.body(f"{self._original}({', '.join(self._passed())})"),
         ]
         return "\n".join(lines) + "\n"
+
+    def imports(self) -> list[str]:
+        return ["import torch", "from torch import Tensor"]
+
+    def kernel(self) -> list[str]:
+        """A kernel, and what launches it."""
+        return []
+
+    def body(self, call: str) -> list[str]:
+        """The function's last lines. `call`: of the original."""
+        return [f"    return {call}"]
 
     def _called_original(self) -> Iterator[str]:
         """Looked up when it is called: a library that a replay is allowed to import may not be there when this file is
@@ -439,6 +479,116 @@ class OperatorSkeleton(_Skeleton):
             else:
                 yield f"    {which} {docstring_text(returned.text)} on the memory of {owner}, where the original's is."
         yield "    Sizes, strides and offsets of results must be the original's."
+
+
+class _KernelSkeleton(OperatorSkeleton):
+    """For an operator, with a kernel that is launched on all that the original has written."""
+
+    launch = ""  # what has the kernel write `out`, from `computed`
+    to_kernel = ""  # brings a tensor to where the kernel runs
+
+    def body(self, call: str) -> list[str]:
+        schema = self._schema
+        names = {self._parameter(argument) for argument in schema.arguments}
+        results = identifier_like("results", names | {self._original, self._others, *self.global_names})
+        written = [self._parameter(argument) for argument in schema.arguments if argument.type.written]
+        own = [each.holds_tensors and not each.alias for each in schema.returns]
+        if own and all(own):
+            written.append(results)
+        else:
+            written += [f"{results}[{index}]" for index, each in enumerate(own) if each]
+        if not written:
+            raise ValueError("it computes no tensor, so there is nothing for a kernel to write; leave out --language")
+        if names & {"write"} or any(argument.type.written for argument in self._words):
+            raise ValueError("its arguments have names that the file needs; leave out --language")
+        return [
+            "    # Your kernel's launch takes the place of these lines, and allocates what it returns.",
+            f"    {results} = {call}",
+            *(f"    write({each})" for each in written),
+            f"    return {results}",
+        ]
+
+    def writer(self) -> list[str]:
+        return f"""
+
+def write(value: object) -> None:
+    \"""Has the kernel write every tensor of a result or an argument.\"""
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            write(each)
+    elif isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized and value.numel():
+        computed = value.clone(memory_format=torch.contiguous_format){self.to_kernel}
+        out = torch.empty_like(computed)
+        {self.launch}
+        value.copy_(out)""".splitlines()
+
+
+class OperatorTritonSkeleton(_KernelSkeleton):
+    """With a Triton kernel."""
+
+    global_names = frozenset(("triton", "tl", "kernel", "write", "BLOCK"))
+    launch = (
+        "count = out.nbytes  # bytes, so that every dtype passes; yours takes tensors as they are\n"
+        "        blocks = (triton.cdiv(count, BLOCK),)\n"
+        "        kernel[blocks](out.view(-1).view(torch.uint8), computed.view(-1).view(torch.uint8), count, BLOCK)"
+    )
+
+    def notes(self) -> list[str]:
+        return ["On the CPU, Triton's interpreter runs the kernel: put TRITON_INTERPRET=1 before these lines.", ""]
+
+    def imports(self) -> list[str]:
+        return ["import torch", "import triton", "import triton.language as tl", "from torch import Tensor"]
+
+    def kernel(self) -> list[str]:
+        text = """
+
+BLOCK = 16384
+
+
+@triton.jit
+def kernel(out, computed, count, BLOCK: tl.constexpr):
+    \"""Your code goes here: this copies what the original computed.\"""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(computed + at, mask=at < count), mask=at < count)
+"""
+        return [*text.splitlines(), *self.writer()]
+
+
+class OperatorCppSkeleton(_KernelSkeleton):
+    """With a C++ kernel, which PyTorch builds when the file is loaded."""
+
+    global_names = frozenset(("ctypes", "load_inline", "SOURCE", "library", "write"))
+    launch = (
+        "addresses = ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(computed.data_ptr())\n"
+        "        library.kernel(*addresses, ctypes.c_int64(out.nbytes))"
+    )
+    to_kernel = ".cpu()"
+
+    def imports(self) -> list[str]:
+        inline = "from torch.utils.cpp_extension import load_inline"
+        return ["import ctypes", "", "import torch", "from torch import Tensor", inline]
+
+    def kernel(self) -> list[str]:
+        text = """
+
+# Your code goes here: this copies what the original computed. It runs on the CPU; bytes, so that every dtype passes.
+SOURCE = r\"""
+#include <cstdint>
+
+extern "C" void kernel(std::uint8_t* out, const std::uint8_t* computed, std::int64_t count) {
+  for (std::int64_t at = 0; at < count; ++at) {
+    out[at] = computed[at];
+  }
+}
+\"""
+""".splitlines()
+        named = self._kernel.qualified_name.replace("::", "_").replace(".", "_")
+        built = f'load_inline("{named}", SOURCE, is_python_module=False, no_implicit_headers=True)'
+        return [*text, f"library = ctypes.CDLL({built})", "", *self.writer()]
+
+
+_OF_OPERATORS = {"python": OperatorSkeleton, "triton": OperatorTritonSkeleton, "cpp": OperatorCppSkeleton}
+LANGUAGES = tuple(_OF_OPERATORS)
 
 
 def _default(declared: SchemaType, text: str) -> str:

@@ -143,18 +143,25 @@ def test_what_makes_no_sense_is_wrong_usage(coded: Path, given: list[str], said:
 
 
 @pytest.mark.parametrize(
-    ("metadata", "code", "said"),
+    ("kind", "metadata", "source", "code", "said"),
     [
-        (b'{"parameters": 3}', 2, "have no names"),
-        (b'{"parameters": ["x"], "constexprs": true}', 0, ""),
-        (b"[" * 100_000, 3, "is not JSON"),
-        (b"[]", 3, "is not a JSON object"),
+        (KernelKind.triton, b'{"function": 3}', SOURCE, 2, "does not name its function"),
+        (KernelKind.triton, b'{"function": "a b"}', SOURCE, 2, "does not name its function"),
+        (KernelKind.triton, b'{"function": "x"}', b"def x(:", 2, "invalid syntax"),
+        (KernelKind.triton, b'{"function": "x"}', b"\0", 2, "no skeleton can be written"),
+        (KernelKind.triton, b'{"function": "x"}', b"\xff", 2, "no skeleton can be written"),
+        (KernelKind.inductor_cpp, b'{"parameters": 3}', SOURCE, 2, "have no names"),
+        (KernelKind.inductor_cpp, b'{"parameters": ""}', b"\"\"\" '''", 2, "no skeleton can be written"),
+        (KernelKind.triton, b"[" * 100_000, SOURCE, 3, "is not JSON"),
+        (KernelKind.triton, b"[]", SOURCE, 3, "is not a JSON object"),
     ],
 )
-def test_a_skeleton_believes_no_metadata(tmp_path: Path, metadata: bytes, code: int, said: str, run: Tool) -> None:
-    path = write_code(tmp_path / "c.opreplay", [("metadata", metadata)], kind=KernelKind.triton, called=False)
-    ran = run("--kernel-skeleton=1", path)
-    assert ran.code == code and said in ran.err and len(ran.err.splitlines()) == bool(code)
+def test_a_skeleton_believes_no_metadata(
+    tmp_path: Path, kind: KernelKind, metadata: bytes, source: bytes, code: int, said: str, run: Tool
+) -> None:
+    path = write_code(tmp_path / "c.opreplay", [("metadata", metadata), ("source", source)], kind=kind, called=False)
+    ran = run("--kernel-skeleton=1", "--allow-code", path)
+    assert ran.code == code and said in ran.err and len(ran.err.splitlines()) == 1 and not ran.out
 
 
 def test_a_capture_without_attachments_says_so(plain: Path, run: Tool) -> None:

@@ -284,16 +284,6 @@ def test_what_a_capture_says_never_becomes_code(kernel: Kernel) -> None:
     _harmless(text)
 
 
-def _refuses(text: str) -> None:
-    """Imports, and a function that does nothing but refuse."""
-    docstring, *imports, function = ast.parse(text).body
-    assert isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant)
-    assert all(isinstance(each, ast.ImportFrom | ast.Import) for each in imports) and len(imports) == 3
-    assert isinstance(function, ast.FunctionDef) and not function.args.defaults and not function.decorator_list
-    _said, refusal = function.body
-    assert ast.unparse(refusal) == "raise NotImplementedError('the kernel goes here')"
-
-
 def _harmless(text: str) -> None:
     """Imports, a function that looks into the registry and calls one name, and one that calls that, with arguments
     that are names: nothing else is code."""
@@ -347,12 +337,11 @@ def _harmless(text: str) -> None:
 @given(st.text(alphabet="Tensorintstr[]?()!*=,.\"'\\ \n{}:aN0;->_", max_size=60), st.text(max_size=12))
 def test_any_schema_at_all_makes_harmless_text_or_an_error(arguments: str, default: str) -> None:
     for schema in (f"aten::mm({arguments}) -> Tensor", f"aten::mm(Tensor x, str y={default!r}, int z={default}) -> ()"):
-        for kind, harmless in ((KernelKind.operator, _harmless), (KernelKind.inductor_cpp, _refuses)):
-            try:
-                text = skeleton(Kernel("aten::mm", "default", schema, kind))
-            except UsageError:
-                continue
-            harmless(text)
+        try:
+            text = skeleton(Kernel("aten::mm", "default", schema))
+        except UsageError:
+            continue
+        _harmless(text)
 
 
 def test_names_of_a_capture_file_stay_in_their_docstring() -> None:
@@ -361,11 +350,15 @@ def test_names_of_a_capture_file_stay_in_their_docstring() -> None:
     _harmless(text)
 
 
-def test_kernels_of_other_kinds_or_without_parameters_have_no_skeleton() -> None:
+def test_kernels_of_other_kinds_or_without_their_source_have_no_skeleton() -> None:
     with pytest.raises(UsageError, match="is a collective kernel, of which no skeleton can be written"):
         skeleton(Kernel("c10d::add", "default", "", KernelKind.collective))
-    with pytest.raises(UsageError, match="its parameters have no names that a function can have"):
-        skeleton(Kernel("triton::add", "v1", "triton::add.v1(Tensor x) -> ()", KernelKind.triton))
+    for kind in (KernelKind.triton, KernelKind.inductor_cpp):
+        reader: Any = FakeReader(Kernel("triton::add", "v1", "triton::add.v1(Tensor x) -> ()", kind))
+        with pytest.raises(UsageError, match="the capture has no source of it"):
+            kernel_skeleton(reader, 1, allow_code=True)
+        with pytest.raises(UsageError, match="it is code, whose language stays; leave out --language=cpp"):
+            kernel_skeleton(reader, 1, "cpp", allow_code=True)
 
 
 def test_a_schema_of_another_operator_is_not_believed() -> None:
