@@ -6,7 +6,7 @@ report of a finished replay for people and for programs, as opreplay-run prints 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -28,7 +28,7 @@ from .op_tensors import CapturedValues, replayed_values
 from .plan import Plan
 from .planning.records import python_values
 from .preparation import PlanOptions
-from .results import Divergence, PeakMemory, ReplayResult, SampleDistance, VerifyMode
+from .results import Divergence, PeakMemory, ReplayResult, VerifyMode
 
 _SHOWN_VERDICTS = 20
 _SHOWN_INITIALIZERS = 12
@@ -73,10 +73,13 @@ def as_text(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
     lines += [f"note: {note}" for note in result.notes]
     if result.verdicts is not None:
         lines.append("verdicts: " + ", ".join(f"{count} {name}" for name, count in result.totals().items()))
-        failing = [each for each in result.verdicts if each.verdict != "ok"]
-        lines += [
-            f"  ordinal {each.ordinal} ({each.op}): {each.verdict}: {each.reason}" for each in failing[:_SHOWN_VERDICTS]
-        ]
+        failing = [op for op in result.verdicts if op.verdict != "ok" and op.cause is None]
+        following = Counter(op.cause for op in result.verdicts)
+        for op in failing[:_SHOWN_VERDICTS]:
+            lines.append(f"  ordinal {op.ordinal} ({op.op}): {op.verdict}: {op.reason}")
+            if following[op.ordinal]:
+                count = counted(following[op.ordinal], "op")
+                lines.append(f"    {count} after it differ, on what follows from it; --format=jsonl lists them")
         if len(failing) > _SHOWN_VERDICTS:
             lines.append(f"  and {len(failing) - _SHOWN_VERDICTS} more; --format=jsonl lists all of them")
     return lines
@@ -195,9 +198,10 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
             "op": divergence.what,
             **{name: getattr(divergence, name) for name in ("result", "scope", "expected", "got")},
             "distance": None if divergence.distance is None else str(divergence.distance),
-            "sample": asdict(divergence.distance) if isinstance(divergence.distance, SampleDistance) else None,
+            "sample": None if divergence.distance is None else asdict(divergence.distance),
             "found_at": divergence.found_at,
             "written_by": divergence.written_by,
+            "again": divergence.again,
         },
         "nondeterministic": list(result.nondeterministic),
         "opaque_results": [

@@ -11,10 +11,11 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from replayfmt.errors import ReplayFailed, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
+from replayfmt.format.model import tensors_of
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.source import Closing
 from replayfmt.format.validation import check_function, check_kind, choice_of, counted, flag_of
@@ -215,7 +216,9 @@ class Plan(Closing):
         on_progress: Callable[[int], None] | None,
         scope_times: bool,
         only: Slice | None = None,
+        repeats: bool = True,
     ) -> ReplayResult:
+        """`repeats`: whether a replay that differs is done again, to see if it differs then."""
         self.preparation.files.check()
         self._executions += 1
         times = ScopeTimes(self._clock, on_scope) if scope_times else None
@@ -247,22 +250,43 @@ class Plan(Closing):
             result = self._result(verification, memory, times, kept_going, whole=only is None)
             self._shapes_checked = result.divergence is None and self._shapes(verify) is Shapes.all
             gaps: tuple[str, ...] = ()
-            if result.divergence is not None and (bitwise or verification.mode != "none") and not plays_ranks():
+            repeats = repeats and (bitwise or verification.mode != "none") and not plays_ranks()
+            if result.divergence is not None and repeats:
                 stop = max(each.seen_at for each in self.judge.found) + 1
                 learned, gaps = self._explain(stop, tolerant=tolerant and bitwise)
                 if learned:  # once more: what differs may be what cannot be compared, or only within tolerances
                     stack.close()
                     return self._run(verify, on_scope, keep_going, timer, on_progress, scope_times, only)
         if result.divergence is not None:
-            result.divergence = self._with_writer(result.divergence)
+            repeats = repeats and self.context.stand_in is None
+            found_again = self._again(result.divergence, verify, keep_going, only) if repeats else None
+            result.divergence = replace(self._with_writer(result.divergence), again=found_again)
         found = name_nondeterministic(self._unsteady.values(), self._describe)
         result.nondeterministic = (*found, *gaps) if kept_going is None else found
         self._tell_tolerance(verification)
         return result
 
+    def _again(
+        self, first: Divergence, verify: VerifyMode, keep_going: bool, only: Slice | None
+    ) -> Literal["agrees", "differs in the same way", "differs otherwise", "fails"]:
+        """What a second replay does where the first one differed."""
+        executions = self._executions
+        try:
+            second = self._run(verify, None, keep_going, None, None, False, only, repeats=False).divergence
+        except ReplayFailed:
+            return "fails"
+        finally:
+            self._executions = executions
+        if second is None or second.seen_at > first.seen_at:
+            return "agrees"
+        same = (second.ordinal, second.got) == (first.ordinal, first.got)
+        return "differs in the same way" if same else "differs otherwise"
+
     def _with_writer(self, found: Divergence) -> Divergence:
-        """A difference that no op showed, with the op that wrote what differs."""
-        if self.reader.record(found.ordinal).kind is RecordKind.op:
+        """A difference that no op's tensor showed, with the op that wrote what differs."""
+        record = self.reader.record(found.ordinal)
+        told = self.reader.session.policies.get("digests") == "ops" or any(tensors_of(record.results))
+        if record.kind is RecordKind.op and told:
             return found
         writer = self.preparation.last_writer(found.ordinal)
         return found if writer is None else replace(found, written_by=writer, writer=self._describe(writer)[0])

@@ -35,7 +35,7 @@ class SampleDistance:
             return f"the sample of {self.elements} elements is equal"
         text = f"{self.differing} of {self.elements} sampled elements differ"
         if self.absolute is not None:
-            text += f", by at most {self.absolute:.3g}"
+            text = f"apart by {self.absolute:.3g}" if self.elements == 1 else f"{text}, by at most {self.absolute:.3g}"
         return text if self.relative is None else f"{text} (relative {self.relative:.3g})"
 
 
@@ -44,9 +44,10 @@ class Divergence:
     """Where a replay first differs from its capture.
 
     `ordinal` is the op's whose result differs (of a host read: the read's own), `result` the index of the result, None
-    if the difference is in none. `distance` says how far the samples are apart, or the scalars as text; None if there
-    is nothing to measure. `found_at` is the ordinal of the record that showed it. `written_by` is the last op that
-    wrote what differs, by ordinal, where the record is none of an op; None: not found near it.
+    if the difference is in none. `distance` says how far the samples, or the scalars, are apart; None if there is
+    nothing to measure. `found_at` is the ordinal of the record that showed it. `written_by` is the last op that wrote
+    what differs, or what a scalar was read from, by ordinal, where no digest of each op's results told; None: not found
+    near it. `again` is what a second replay up to there did; None if there was none.
     """
 
     ordinal: int
@@ -55,10 +56,11 @@ class Divergence:
     scope: str
     expected: str
     got: str
-    distance: SampleDistance | str | None = None
+    distance: SampleDistance | None = None
     found_at: int | None = None
     written_by: int | None = None
     writer: str = ""  # that op's operator
+    again: Literal["agrees", "differs in the same way", "differs otherwise", "fails"] | None = None
 
     @property
     def seen_at(self) -> int:
@@ -78,7 +80,7 @@ class Divergence:
             text += f" (seen at ordinal {self.found_at})"
         if self.written_by is not None:
             text += f"; last written by ordinal {self.written_by} ({self.writer})"
-        return text
+        return text if self.again is None else f"{text}; replayed again up to there, it {self.again}"
 
 
 @dataclass
@@ -161,12 +163,14 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class OpVerdict:
-    """What became of one op under keep_going. `reason` is empty for `ok`."""
+    """What became of one op under keep_going. `reason` is empty for `ok`. `cause`: the ordinal of the first op whose
+    result differs, if this op differs and works on what follows from that."""
 
     ordinal: int
     op: str
     verdict: Verdict
     reason: str = ""
+    cause: int | None = None
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,7 @@ class Judge:
         self.tolerant = tolerant
         self.found = []
 
-    def diverged(
-        self, where: CompareLocation, expected: str, got: str, distance: SampleDistance | str | None = None
-    ) -> None:
+    def diverged(self, where: CompareLocation, expected: str, got: str, distance: SampleDistance | None = None) -> None:
         """Record a divergence; raises StopReplay if the replay is to stop at the first one."""
         what, scope = self._describe(where.ordinal)
         self.found.append(Divergence(where.ordinal, what, where.result, scope, expected, got, distance, where.found_at))
@@ -111,6 +109,10 @@ class Judge:
         if not self._exact(unsteady) and _close_scalar(expected, got):
             self.verification.inexact += 1
             self.verification.tolerances["scalars"] = _SCALAR_TOLERANCE
+            far = _scalar_distance(expected, got)
+            if far is not None and far.relative is not None:
+                largest = self.verification.largest
+                largest["scalars"] = max(far.relative, largest.get("scalars", 0.0))
             return
         self.diverged(where, repr(expected), repr(got), _scalar_distance(expected, got))
 
@@ -168,9 +170,7 @@ class NotingJudge(Judge):
         super().__init__(clock, describe)
         self._notes = notes
 
-    def diverged(
-        self, where: CompareLocation, expected: str, got: str, distance: SampleDistance | str | None = None
-    ) -> None:
+    def diverged(self, where: CompareLocation, expected: str, got: str, distance: SampleDistance | None = None) -> None:
         what, _scope = self._describe(where.ordinal)
         raise ReplayMismatch(
             f"ordinal {where.ordinal} ({what}) computes something of another form: expected {expected}, got {got}"
@@ -282,11 +282,17 @@ def _close_scalar(expected: Any, got: Any) -> bool:
     return _same_scalar(expected, got)
 
 
-def _scalar_distance(expected: Any, got: Any) -> str | None:
+def _scalar_distance(expected: Any, got: Any) -> SampleDistance | None:
+    """How far two numbers are apart; None for other values, and where one is not finite."""
     numbers = (int, float, complex)
-    if isinstance(expected, numbers) and isinstance(got, numbers):
-        return f"apart by {abs(expected - got):.3g}"
-    return None
+    if not isinstance(expected, numbers) or not isinstance(got, numbers):
+        return None
+    try:
+        absolute = float(abs(expected - got))
+        relative = float(absolute / abs(expected)) if expected else None
+    except OverflowError:  # integers that no float holds
+        return None
+    return SampleDistance(1, 1, absolute, relative) if math.isfinite(absolute) else None
 
 
 def environment_differences(reader: CaptureReader, devices: DeviceMap) -> list[str]:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from in_process import Tools
 
+from replayfmt.replay.plan import Plan
+
 from .table import recorded
 
 
@@ -20,6 +22,7 @@ class Drifting:
 
     def __init__(self) -> None:
         self.number, self.fails = 1.0, False
+        self.next: Iterator[float] = iter(())  # numbers of the next calls
         self._library = torch.library.Library("failure_drift", "DEF")
         self._library.define("shift(Tensor x) -> Tensor")
         self._library.impl("shift", self._shift, "CompositeExplicitAutograd")
@@ -28,7 +31,7 @@ class Drifting:
     def _shift(self, x: torch.Tensor) -> torch.Tensor:
         if self.fails:
             raise RuntimeError("the machine it needs is gone\nand that is all")
-        return x + self.number
+        return x + next(self.next, self.number)
 
     def close(self) -> None:
         self._library._destroy()
@@ -71,12 +74,15 @@ def test_the_first_divergence_is_named_by_run_and_benchmark(
     scope = "" if digests == "live" and program is _digest else "execute"
     assert (f"scope {scope}" in done.err) is bool(scope) and "expected" in done.err and "got" in done.err
     _said, *advice = done.err.splitlines()
-    no_op_showed_it = digests == "live" and program is not _scalar
+    no_op_showed_it = digests == "live"
     assert len(advice) == no_op_showed_it and all("capture with --digests=ops to find it" in each for each in advice)
     assert ("; last written by ordinal " in done.err) is no_op_showed_it
+    assert "; replayed again up to there, it differs in the same way" in done.err
     (row,) = map(json.loads, tools("run", "--format=jsonl", path).out.splitlines())
     assert row["outcome"] == "mismatched" and row["divergence"]["scope"] == scope
     assert row["divergence"]["ordinal"] > 0 and row["divergence"]["expected"] != row["divergence"]["got"]
+    assert row["divergence"]["sample"]["absolute"] in (1.0, 2.0) and row["divergence"]["sample"]["relative"] == 0.5
+    assert row["divergence"]["again"] == "differs in the same way"
 
     measured = tools("benchmark", "--benchmark-min-time=1x", path)
     assert measured.code == 1 and measured.err.startswith("DATA_LOSS: "), measured.err
@@ -87,6 +93,58 @@ def test_the_first_divergence_is_named_by_run_and_benchmark(
     head, *verdicts = map(json.loads, kept.out.splitlines())
     assert kept.code == 1 and head["verdicts"]["mismatched"] >= 1
     assert sum(head["verdicts"].values()) == len(verdicts) == head["ops"]
+
+
+@pytest.mark.parametrize("digests", ["ops", "live"])
+def test_what_differs_once_is_said_to_agree_when_it_is_replayed_again(
+    tools: Tools, tmp_path: Path, drifting: Drifting, monkeypatch: pytest.MonkeyPatch, digests: str
+) -> None:
+    path = recorded(tmp_path, lambda: drifting.shift(torch.ones(4)).mul(2), digests=digests)
+    # The search for ops that differ from themselves would use up the numbers.
+    monkeypatch.setattr(Plan, "_explain", lambda *_arguments, **_options: (False, ()))
+    for said, numbers in (("agrees", [2.0]), ("differs otherwise", [2.0, 3.0])):
+        drifting.next = iter(numbers)
+        done = tools("run", "--format=jsonl", path)
+        assert json.loads(done.out)["divergence"]["again"] == said
+        assert done.code == 1 and f"; replayed again up to there, it {said}" in done.err
+
+
+@pytest.mark.parametrize("digests", ["ops", "live"])
+def test_consequences_are_folded_under_their_cause(
+    tools: Tools, tmp_path: Path, drifting: Drifting, digests: str
+) -> None:
+    def program() -> Any:
+        x, other = drifting.shift(torch.ones(4)), drifting.shift(torch.zeros(4))
+        signs = other.sign()  # equal again
+        made = [x.exp(), x.exp().mul(2).add_(1), drifting.shift(signs)]
+        return x, other, made, torch.ones(2).neg()
+
+    path = recorded(tmp_path, program, digests=digests)
+    drifting.number = 2.0
+    head, *verdicts = map(json.loads, tools("run", "--keep-going", "--format=jsonl", path).out.splitlines())
+    found = {each["ordinal"]: each for each in verdicts if each["verdict"] == "mismatched"}
+    assert head["verdicts"]["mismatched"] == len(found) and head["verdicts"]["ok"] >= 3
+    shifts = [number for number, each in found.items() if each["op"].startswith("failure_drift::shift")]
+    causes = [number for number, each in found.items() if each["cause"] is None]
+    # That signs were equal again is only known where each op was compared.
+    assert causes == (shifts if digests == "ops" else shifts[:2]) and len(shifts) == 3
+    assert {each["cause"] for each in found.values() if "exp" in each["op"]} == {shifts[0]}
+    said = tools("run", "--keep-going", path).out
+    assert said.count(": mismatched: ") == len(causes)
+    following = sum(each["cause"] == shifts[0] for each in found.values())
+    assert f"    {following} ops after it differ, on what follows from it; --format=jsonl lists them" in said
+
+
+def test_the_largest_distance_is_stated_when_close_passes(tools: Tools, tmp_path: Path, drifting: Drifting) -> None:
+    path = recorded(tmp_path, lambda: drifting.shift(torch.ones(3)).sum().item(), digests="ops")
+    drifting.number = 1.00001
+    done = tools("run", "--verify=close", path)
+    assert done.code == 0, done.err
+    assert re.search(r" differ within the tolerances, at most by float32 \S+e-06, scalars \S+e-06\n", done.out), (
+        done.out
+    )
+    (row,) = map(json.loads, tools("run", "--verify=close", "--format=jsonl", path).out.splitlines())
+    assert row["verification"]["largest"] == pytest.approx({"float32": 5e-6, "scalars": 5e-6}, rel=0.1)
 
 
 def test_an_op_that_fails_ends_the_run_with_its_ordinal_and_name(

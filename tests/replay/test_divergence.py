@@ -125,7 +125,9 @@ def test_a_scalar_the_program_read_is_compared_even_without_verification(capture
     divergence = executed(changed, "none").divergence
     assert divergence is not None
     assert (divergence.what, divergence.expected, divergence.got) == ("aten::_local_scalar_dense.default", "8.5", "8.0")
-    assert divergence.distance == "apart by 0.5"
+    assert divergence.distance == SampleDistance(1, 1, 0.5, 0.5 / 8.5)
+    assert "; apart by 0.5 (relative 0.0588)" in str(divergence)
+    assert (divergence.written_by, divergence.writer) == (ordinal_of(changed, "aten::sum"), "aten::sum.default")
 
 
 def test_a_result_of_another_shape_is_noticed(captured: Captured, tmp_path: Path) -> None:

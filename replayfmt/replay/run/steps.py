@@ -7,7 +7,7 @@ same memory: what it may write is a copy. `KeepGoing` says what became of every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -209,6 +209,7 @@ class KeepGoing:
         self._unallocated: dict[int, str] = {}  # storages that this machine has no memory for, with the reason
         self._writer: dict[int, int] = {}  # storage → ordinal of the op that wrote it last
         self._verdicts: dict[int, OpVerdict] = {}
+        self._accesses: dict[int, tuple[Set[int], Set[int]]] = {}  # what each record reads and writes, by ordinal
         self.left_out: list[str] = []  # records other than ops that were not replayed
         self.result: Any = None  # what the last op returned, where its step returns results
 
@@ -222,6 +223,7 @@ class KeepGoing:
             else:
                 self._other(step, on_scope)
             self._blame(step, found)
+        self._fold()
 
     @property
     def verdicts(self) -> tuple[OpVerdict, ...]:
@@ -261,6 +263,7 @@ class KeepGoing:
         name, _scope = describe(self._reader, step.ordinal)
         self._verdicts[step.ordinal] = OpVerdict(step.ordinal, name, verdict, reason)
         spoiled = touched.writes | (touched.results - touched.reads)
+        self._accesses[step.ordinal] = touched.reads, spoiled
         for storage in spoiled:
             if verdict == "ok":
                 self._writer[storage] = step.ordinal
@@ -321,6 +324,7 @@ class KeepGoing:
             record = self._reader.record(step.ordinal)
             version = record.argument("version")
             assert isinstance(version, int)
+            self._accesses[step.ordinal] = frozenset(), step.storages
             for storage in step.storages:
                 self._spoiled.pop(storage, None)
                 if self._reader.storage(storage).bytes:
@@ -358,6 +362,23 @@ class KeepGoing:
             known = self._verdicts[culprit]
             if known.verdict == "ok":
                 self._verdicts[culprit] = OpVerdict(culprit, known.op, "mismatched", str(divergence))
+
+    def _fold(self) -> None:
+        """Name the cause of each op that differs and works on what an op computed that differs. What an op computes is
+        taken to follow from what it reads, unless its own digest was compared and is right."""
+        compared = self._reader.session.policies.get("digests") == "ops"
+        causes: dict[int, int] = {}  # storage → the op from which its content follows
+        for ordinal, (reads, written) in sorted(self._accesses.items()):
+            known = self._verdicts.get(ordinal)
+            cause = min((causes[storage] for storage in reads if storage in causes), default=None)
+            if known is not None and known.verdict == "mismatched":
+                self._verdicts[ordinal] = replace(known, cause=cause)
+                causes |= dict.fromkeys(written, ordinal if cause is None else cause)
+            elif cause is not None and not compared:
+                causes |= dict.fromkeys(written, cause)
+            else:
+                for storage in written - reads:
+                    causes.pop(storage, None)
 
 
 def _cause(error: ReplayFailed) -> str:
