@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
 from io import BufferedWriter, FileIO, TextIOWrapper
@@ -229,7 +229,17 @@ FORMATS = {
     "html": "opreplay-report",
     "jsonl": "opreplay-dump --format=jsonl",
     **{
-        each: f"opreplay-export --format={each}" for each in ("perfetto", "csv", "parquet", "replay-zip", "kernel-task")
+        each: f"opreplay-export --format={each}"
+        for each in (
+            "perfetto",
+            "chakra",
+            "csv",
+            "parquet",
+            "replay-zip",
+            "kernel-task",
+            "flashinfer-bench",
+            "kernelbench",
+        )
     },
 }
 
@@ -240,6 +250,14 @@ def _elsewhere(error: click.ClickException) -> str:
         return ""
     asked = error.message.partition("'")[2].partition("'")[0]
     return f" {FORMATS[asked]} writes it." if asked in FORMATS else ""
+
+
+def _meant(name: str, known: Collection[str]) -> list[str]:
+    """The option that a wrong name is most like; without one, those that have it as one of their words."""
+    from difflib import get_close_matches  # a mistake may take longer than a start
+
+    word = name.strip("-")
+    return get_close_matches(name, known, 1) or sorted(each for each in known if word in each.strip("-").split("-"))
 
 
 class ToolCommand(click.Command):
@@ -282,7 +300,11 @@ class ToolCommand(click.Command):
             return f"{other}{equals}{value}" if other in known else arg
 
         def parse_once(args: list[str]) -> Any:
-            values, rest, given = parse([own_name(arg) for arg in args])
+            try:
+                values, rest, given = parse([own_name(arg) for arg in args])
+            except click.NoSuchOption as error:
+                error.possibilities = _meant(error.option_name, known)
+                raise
             for parameter in given:
                 times = given.count(parameter)
                 if times > 1 and _takes_one_value(parameter):
