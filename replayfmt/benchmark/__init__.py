@@ -1,4 +1,7 @@
-"""Timing a replay: `measure` (the loop), `meters`, `statistics`, `run_report`; single ops in `per_op`,
+"""`replayfmt.benchmark(path)` measures a replay, as this explains:
+`from replayfmt.benchmark.convenience import benchmark; help(benchmark)`.
+
+Timing a replay: `measure` (the loop), `meters`, `statistics`, `run_report`; single ops in `per_op`,
 energy in `energy`.
 
 `measure.measure(plan, options)` returns a `Run`, `run_report.make_report(run, plan)` its rows. Imports format,

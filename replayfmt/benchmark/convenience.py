@@ -8,10 +8,12 @@ from html import escape
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
-from replayfmt.errors import LibraryMissing, ReplayFailed, UsageError
+from replayfmt.errors import ReplayFailed, UsageError
+from replayfmt.format.keywords import explained
 from replayfmt.format.validation import choice_of, flag_of, text_of, texts_of
+from replayfmt.replay.convenience import frame_of
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.preparation import PlanOptions
+from replayfmt.replay.preparation import PlanOptions, ReplayOptions
 from replayfmt.replay.results import VerifyMode
 
 from .measure import INPUTS, Inputs, Options, measure
@@ -62,11 +64,7 @@ class Benchmarked:
 
     def to_pandas(self) -> pandas.DataFrame:
         """A row for each of `rows`. Raises LibraryMissing without pandas."""
-        try:
-            import pandas
-        except ImportError:
-            raise LibraryMissing("to_pandas needs pandas: pip install 'opreplay[pandas]'") from None
-        return pandas.DataFrame(self.rows)
+        return frame_of(self.rows)
 
     def __str__(self) -> str:
         return str(self.report)
@@ -77,6 +75,7 @@ class Benchmarked:
         return f"<pre>{escape(str(self))}</pre>"
 
 
+@explained(PlanOptions, ReplayOptions)
 def benchmark(
     path: str | PathLike[str],
     *,

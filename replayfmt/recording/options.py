@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from replayfmt.errors import UsageError
 from replayfmt.format.model import OPAQUE_RESULTS
@@ -104,15 +104,24 @@ class ProgramProgress:
         )
 
 
-PAYLOADS = ("full", "integers", "none")
-FILE_POLICIES = ("reference", "capture-ranges", "capture-all", "fail")
-FILE_VALIDATIONS = ("identity", "digest")
-DIGESTS = ("live", "ops", "none")
-COLLECTIVE_RESULTS = ("full", "none")
-COMPILED = ("kernels", "keep", "eager")
-NATIVE = ("auto", "off")
-RECORDERS = ("auto", "native", "python")
-CHILDREN = ("note", "record")
+Payload = Literal["full", "integers", "none"]
+PAYLOADS = get_args(Payload)
+FilePolicy = Literal["reference", "capture-ranges", "capture-all", "fail"]
+FILE_POLICIES = get_args(FilePolicy)
+FileValidation = Literal["identity", "digest"]
+FILE_VALIDATIONS = get_args(FileValidation)
+Digests = Literal["live", "ops", "none"]
+DIGESTS = get_args(Digests)
+CollectiveResults = Literal["full", "none"]
+COLLECTIVE_RESULTS = get_args(CollectiveResults)
+Compiled = Literal["kernels", "keep", "eager"]
+COMPILED = get_args(Compiled)
+Native = Literal["auto", "off"]
+NATIVE = get_args(Native)
+RecorderKind = Literal["auto", "native", "python"]
+RECORDERS = get_args(RecorderKind)
+Children = Literal["note", "record"]
+CHILDREN = get_args(Children)
 
 _LIMITS = ("start_op", "stop_op", "start_scope", "stop_scope")
 
@@ -123,28 +132,28 @@ CHUNK_RECORDS = 16384
 class CaptureKeywords(TypedDict, total=False):
     """Fields of CaptureOptions, as keywords of `capture`."""
 
-    payload: str
+    payload: Payload
     files: Iterable[str | os.PathLike[str]]
-    file_policy: str | None
-    file_validation: str | None
+    file_policy: FilePolicy | None
+    file_validation: FileValidation | None
     redact: bool
     sources: bool
-    digests: str
+    digests: Digests
     audit: bool
-    compiled: str
+    compiled: Compiled
     opaque_results: Iterable[str]
     inside: Iterable[str]
     whole: Iterable[str]
     reads_unwritten: Iterable[str]
-    native: str | None
-    recorder: str | None
+    native: Native | None
+    recorder: RecorderKind | None
     start_op: int | None
     stop_op: int | None
     start_scope: str | None
     stop_scope: str | None
     steps: str | None
-    collective_results: str
-    children: str
+    collective_results: CollectiveResults
+    children: Children
     force: bool
     chunk_records: int
 
@@ -189,28 +198,28 @@ class CaptureOptions:
     `chunk_records`: records per frame.
     """
 
-    payload: str = "full"
+    payload: Payload = "full"
     files: Iterable[str | os.PathLike[str]] = ()
-    file_policy: str | None = None
-    file_validation: str | None = None
+    file_policy: FilePolicy | None = None
+    file_validation: FileValidation | None = None
     redact: bool = False
     sources: bool = True
-    digests: str = "live"
+    digests: Digests = "live"
     audit: bool = False
-    compiled: str = "kernels"
+    compiled: Compiled = "kernels"
     opaque_results: Iterable[str] = ()
     inside: Iterable[str] = ()
     whole: Iterable[str] = ()
     reads_unwritten: Iterable[str] = ()
-    native: str | None = None
-    recorder: str | None = None
-    collective_results: str = "full"
+    native: Native | None = None
+    recorder: RecorderKind | None = None
+    collective_results: CollectiveResults = "full"
     start_op: int | None = None
     stop_op: int | None = None
     start_scope: str | None = None
     stop_scope: str | None = None
     steps: str | None = None
-    children: str = "note"
+    children: Children = "note"
     force: bool = False
     chunk_records: int = CHUNK_RECORDS
 

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, UsageError
 from replayfmt.format.codes import RecordKind
+from replayfmt.format.keywords import explained
 from replayfmt.format.output import same_file
 from replayfmt.format.validation import check_kind, path_of, tell, text_of
 from replayfmt.pytorch.operators import OpaqueResults
@@ -627,10 +628,10 @@ class Recorder:
         return core.attempt(_tell, core, what, args) if core is not None and core.on else None
 
 
+@explained(CaptureKeywords, CaptureOptions)
 @contextmanager
 def capture(path: str | os.PathLike[str], **options: Unpack[CaptureKeywords]) -> Iterator[Recorder]:
-    """Record the work done inside the block into `path`. The options are the fields of CaptureOptions, which explains
-    them: `help(replayfmt.recording.options.CaptureOptions)`.
+    """Record the work done inside the block into `path`. The options are the fields of CaptureOptions.
 
     Raises what `Recorder.start` raises, and on leaving what `Recorder.close` raises, unless an exception of the program
     is propagating: that one takes precedence (a failure was reported on stderr).

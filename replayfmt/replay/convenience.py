@@ -12,11 +12,20 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from html import escape
 from os import PathLike
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from replayfmt.collector import collector_paused
-from replayfmt.errors import ContentNotCaptured, InvalidCapture, ReplayFailed, ReplayMismatch, ReplayRefused, UsageError
+from replayfmt.errors import (
+    ContentNotCaptured,
+    InvalidCapture,
+    LibraryMissing,
+    ReplayFailed,
+    ReplayMismatch,
+    ReplayRefused,
+    UsageError,
+)
 from replayfmt.format.codes import OpStatus, RecordKind
+from replayfmt.format.keywords import explained
 from replayfmt.format.model import Record
 from replayfmt.format.races import judge_races
 from replayfmt.format.reader import CaptureReader, open_capture
@@ -27,8 +36,11 @@ from replayfmt.pytorch.tensors.memory import undispatched
 from .op_tensors import CapturedValues, replayed_values
 from .plan import Plan
 from .planning.records import python_values
-from .preparation import PlanOptions
+from .preparation import PlanOptions, ReplayOptions
 from .results import Divergence, PeakMemory, ReplayResult, VerifyMode
+
+if TYPE_CHECKING:
+    import pandas
 
 _SHOWN_VERDICTS = 20
 _SHOWN_INITIALIZERS = 12
@@ -294,6 +306,15 @@ class ReplayedResults(Mapping[int, Any]):
         return len(self._ordinals)
 
 
+def frame_of(rows: Sequence[dict[str, Any]]) -> pandas.DataFrame:
+    """Rows as a DataFrame. Raises LibraryMissing without pandas."""
+    try:
+        import pandas
+    except ImportError:
+        raise LibraryMissing("to_pandas needs pandas: pip install 'opreplay[pandas]'") from None
+    return pandas.DataFrame(rows)
+
+
 @dataclass(frozen=True)
 class Replayed:
     """A finished replay. `text` is what opreplay-run prints of it, `rows` are the rows of its --format=jsonl; `result`
@@ -325,6 +346,14 @@ class Replayed:
         """How long the ops took, in nanoseconds."""
         return self.result.elapsed_ns
 
+    def to_pandas(self, kind: str = "replay") -> pandas.DataFrame:
+        """The `rows` of one kind: `verdict` with `keep_going`, `substitution` with substitutions. Raises LibraryMissing
+        without pandas, and UsageError for a kind of which there is no row."""
+        kinds = {str(row["kind"]): None for row in self.rows}
+        if kind not in kinds:
+            raise UsageError(f"to_pandas({kind!r}): this replay has rows of the kinds {', '.join(kinds)}")
+        return frame_of([row for row in self.rows if row["kind"] == kind])
+
     def __str__(self) -> str:
         return self.text
 
@@ -334,6 +363,7 @@ class Replayed:
         return f"<pre>{escape(self.text)}</pre>"
 
 
+@explained(PlanOptions, ReplayOptions)
 def run(
     path: str | PathLike[str],
     *,

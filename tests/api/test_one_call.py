@@ -37,6 +37,12 @@ def test_a_difference_is_raised_unless_the_caller_looks_for_it(small: Path, tmp_
     assert replayed.outcome == "mismatched" and replayed.divergence is not None
     going = replayfmt.run(changed, verify="bitwise", check=False, keep_going=True)
     assert going.result.totals()["mismatched"] >= 1
+    pytest.importorskip("pandas")
+    verdicts = going.to_pandas("verdict")
+    assert (verdicts["verdict"] == "mismatched").sum() == going.result.totals()["mismatched"]
+    assert list(going.to_pandas()["outcome"]) == ["mismatched"]
+    with pytest.raises(UsageError, match="this replay has rows of the kinds replay, verdict"):
+        going.to_pandas("substitution")
 
 
 def test_benchmark_measures_scopes_and_prints_the_tools_table(small: Path) -> None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+import pydoc
 import subprocess
 import sys
 import typing
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import replayfmt
+from replayfmt.benchmark.convenience import benchmark
 from replayfmt.recording.options import CaptureKeywords, CaptureOptions
 
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 from pathlib import Path
+from typing import Any
 from typing import Any, assert_type
 
 import replayfmt
@@ -94,16 +98,31 @@ def test_a_strictly_typed_program_can_use_the_public_names(tmp_path: Path) -> No
     wrong = check_types(
         PROGRAM.replace('verify="bitwise"', 'verify="bits"')
         .replace('min_time="20x"', "min_time=20")
-        .replace('payload="none")', "digest=True)"),
+        .replace('payload="none")', 'digest=True, digests="opps")'),
         tmp_path,
     )
     assert wrong.returncode == 1
-    assert wrong.stdout.count("[arg-type]") == 2 and wrong.stdout.count("[call-arg]") == 1, wrong.stdout
+    assert wrong.stdout.count("[arg-type]") == 3 and wrong.stdout.count("[call-arg]") == 1, wrong.stdout
 
 
 def test_the_keywords_of_a_capture_are_the_fields_of_its_options() -> None:
     hints = typing.get_type_hints
     assert hints(CaptureKeywords) == {each.name: hints(CaptureOptions)[each.name] for each in fields(CaptureOptions)}
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (replayfmt.capture, ["digests: Literal['live', 'ops', 'none'] = 'live'", "`payload`: `full` embeds the bytes"]),
+        (replayfmt.run, ["allow_code: bool = False", "`file_remaps` are CAPTURED=REPLAY pairs", "-> 'Replayed'"]),
+        (benchmark, ["min_time: 'str' = '0.5s'", "graphs: Literal[", "`min_time` is"]),
+    ],
+)
+def test_help_shows_and_explains_every_keyword(function: Any, said: list[str]) -> None:
+    text = pydoc.plain(pydoc.render_doc(function))
+    assert not [each for each in said if each not in text] and "Unpack[" not in text
+    told = "from replayfmt.benchmark.convenience import benchmark; help(benchmark)"
+    assert f"`{told}`" in str(replayfmt.benchmark.__doc__)
 
 
 def test_the_package_says_that_it_is_typed() -> None:
