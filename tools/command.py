@@ -253,11 +253,11 @@ def _elsewhere(error: click.ClickException) -> str:
 
 
 def _meant(name: str, known: Collection[str]) -> list[str]:
-    """The option that a wrong name is most like; without one, those that have it as one of their words."""
+    """The options that have a wrong name as one of their words; without any, the one that it is most like."""
     from difflib import get_close_matches  # a mistake may take longer than a start
 
     word = name.strip("-")
-    return get_close_matches(name, known, 1) or sorted(each for each in known if word in each.strip("-").split("-"))
+    return sorted(each for each in known if word in each.strip("-").split("-")) or get_close_matches(name, known, 1)
 
 
 class ToolCommand(click.Command):

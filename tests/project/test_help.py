@@ -117,6 +117,7 @@ def test_a_selection_has_one_name_in_all_tools(name: str, given: str, own: str) 
         (("trim", "--kernels=aten::mm", "x", "y"), "--kernel"),
         (("dump", "--scopes=execute", "x"), "--scope"),
         (("export", "--kernl=aten::mm", "x", "y"), "--kernel"),
+        (("benchmark", "--format=jsonl", "x"), "--benchmark-format"),
     ],
 )
 def test_a_name_that_is_nearly_right_is_refused_with_the_right_one(given: tuple[str, ...], meant: str) -> None:
