@@ -16,7 +16,19 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import console_script, emit, is_given, option, progress_bar, reader_may_leave, refuse, say, together, tool
+from .command import (
+    INTERRUPTED,
+    console_script,
+    emit,
+    is_given,
+    option,
+    progress_bar,
+    reader_may_leave,
+    refuse,
+    say,
+    together,
+    tool,
+)
 from .energy import Work, check_energy_windows, energy_options, run_energy, run_energy_windows
 from .per_op import BaselineFlags, PerOpFlags, baseline_options, per_op_options, run_per_op, show_below, show_report
 from .ranks import choose_collectives, collective_options, on_all_ranks
@@ -34,7 +46,7 @@ from .replay_flags import (
 )
 
 if TYPE_CHECKING:
-    from replayfmt.benchmark.measure import Inputs, Options, PlanOfScope, Progress
+    from replayfmt.benchmark.measure import Inputs, Options, PlanOfScope, Progress, Run
     from replayfmt.benchmark.run_report import Report
     from replayfmt.replay.plan import Plan
 
@@ -403,7 +415,8 @@ def _opened(stack: ExitStack, flag: str, path: str | None, force: bool) -> Calla
 @option(
     "--benchmark-format",
     "Format of stdout: a table, Google Benchmark's JSON or CSV, or JSON lines, with --per-op one for each op as soon "
-    "as it is measured, so that an interrupt loses none. markdown: a table for a pull request.",
+    "as it is measured, so that an interrupt loses none; without it loses the unfinished repetition alone. markdown: a "
+    "table for a pull request.",
     type=["console", "json", "jsonl", "csv", "markdown"],
     default="console",
 )
@@ -534,9 +547,16 @@ def cli(
             run_compare(plan, options, benchmark_format, stack.enter_context(_progress()), write)
             return 0
         stack.enter_context(profiled(profiling, plan))
-        report, below, code = against.apply(
-            lambda: _measure(plan, options, lambda name: plan_of_scope(capture, flags, name))
-        )
+        from replayfmt.benchmark.run_report import make_report
+
+        runs: list[Run] = []
+
+        def measured() -> Report:
+            if not runs or not runs[-1].interrupted:
+                runs.append(_measure(plan, options, lambda name: plan_of_scope(capture, flags, name)))
+            return make_report(runs[-1], plan)
+
+        report, below, code = against.apply(measured)
         if values["memory"]:
             from replayfmt.benchmark.memory_report import MemoryReport
 
@@ -550,7 +570,7 @@ def cli(
                 for line in found.lines():
                     say(line)
             show_below(below, benchmark_format)
-    return code
+    return INTERRUPTED if runs[-1].interrupted else code
 
 
 # What each of several processes measures by.
@@ -633,13 +653,12 @@ def _share_out(
     return on_all_ranks(lambda: Ranks(capture, values["collective_timeout"]), work)
 
 
-def _measure(plan: Plan, options: Options, of_scope: PlanOfScope) -> Report:
+def _measure(plan: Plan, options: Options, of_scope: PlanOfScope) -> Run:
     """Run the benchmark; progress goes to stderr if that is a terminal."""
     from replayfmt.benchmark.measure import measure
-    from replayfmt.benchmark.run_report import make_report
 
     with _progress() as progress:
-        return make_report(measure(plan, options, progress=progress, plan_of_scope=of_scope), plan)
+        return measure(plan, options, progress=progress, plan_of_scope=of_scope)
 
 
 @contextmanager

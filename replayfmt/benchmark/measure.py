@@ -194,7 +194,8 @@ class Run:
 
     `measurements` has one entry per requested row. `whole` is that of the entire replay, even if only scopes were
     requested. `before` and `after` are the results of the verified replays, None if verification is off. `cut_short` is
-    the number of elapsed seconds if measuring gave up before it had the requested timed seconds, else None. `inputs`
+    the number of elapsed seconds if measuring gave up before it had the requested timed seconds, else None;
+    `interrupted` is set if the user ended it, after which the complete repetitions are left. `inputs`
     says what was in the caches; `step_ns` is the smallest step of the clock that the times are from, None if unknown;
     `meters` describes every clock (`Stopwatch.describe`), `gpus` the states of the GPUs (`GpuWatch.rows`).
     `others_share` is `BackgroundLoad.end` of the measurement; None for one of several ranks, which load each other.
@@ -211,6 +212,7 @@ class Run:
     meters: list[dict[str, Any]] = field(default_factory=list)
     gpus: list[dict[str, Any]] = field(default_factory=list)
     others_share: float | None = None
+    interrupted: bool = False
 
 
 # The current activity, how many are done, of how many (None: not yet known).
@@ -252,20 +254,25 @@ def measure(
     gpus.begin()
     others = BackgroundLoad()
     iterations, cut_short = runner.first_repetition()
-    for _ in range(1, options.repetitions):
-        runner.repetition(iterations)
+    interrupted = False
+    try:
+        for _ in range(1, options.repetitions):
+            runner.repetition(iterations)
+    except KeyboardInterrupt:  # what was measured until now is worth reporting
+        if align is not None:
+            raise  # other ranks wait for this one
+        interrupted = True
     whole = Measurement(runner.whole_region, runner.whole_samples)
     scopes = [Measurement(watch.region, samples) for watch, samples in zip(runner.watches, runner.samples, strict=True)]
     measurements = scopes or [whole]
-    if options.cuda_graph:
+    if options.cuda_graph and not interrupted:
         measurements = [replace(each, in_graph=_in_graph(each.region, runner, plan_of_scope)) for each in measurements]
     gpus.end()
     others_share = others.end() if align is None else None
     after = runner.verify("after")
     meters = runner.meters()
-    return Run(
-        options, measurements, whole, before, after, cut_short, runner.inputs, *meters, gpus.rows(), others_share
-    )
+    given = (options, measurements, whole, before, after, cut_short, runner.inputs)
+    return Run(*given, *meters, gpus.rows(), others_share, interrupted)
 
 
 def _in_graph(region: MeasuredRegion, runner: _Runner, plan_of_scope: PlanOfScope | None) -> GraphMeasurement:

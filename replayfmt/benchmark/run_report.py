@@ -102,6 +102,9 @@ def run_caveats(run: Run, reader: CaptureReader, devices: list[torch.device], ro
     if run.before is None or run.before.verification.mode == "none":
         why = _not_asked_for() if run.before is None else "; ".join(run.before.verification.reasons)
         found.append(f"nothing was verified ({why}): the timed work may differ from the captured work")
+    if run.interrupted:
+        done = len(run.whole.samples)
+        found.append(f"interrupted after {done} of {run.options.repetitions} repetitions")
     if run.cut_short is not None:
         found.append(
             f"stopped after {run.cut_short:.3g} s, {PATIENCE} times what --benchmark-min-time asks for, with "

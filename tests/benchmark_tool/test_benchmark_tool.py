@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import replayfmt
+from replayfmt.benchmark import measure
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.model import CaptureInfo, Node, Signature
 from replayfmt.format.reader import open_capture
@@ -113,6 +114,23 @@ def test_repetitions_make_rows_and_aggregates(bench, captured):
         f"BM_replay_{name}" for name in ("mean", "median", "stddev", "cv")
     ]
     assert made[0]["iterations"] == made[1]["iterations"] >= 1
+
+
+def test_an_interrupt_keeps_the_complete_repetitions(tools, captured, tmp_path, monkeypatch):
+    repetition, out = measure._Runner.repetition, tmp_path / "out.json"
+
+    def interrupted(runner, iterations):
+        if len(runner.whole_samples) == 2:
+            raise KeyboardInterrupt
+        repetition(runner, iterations)
+
+    monkeypatch.setattr(measure._Runner, "repetition", interrupted)
+    flags = ["--benchmark-min-time=2x", "--benchmark-repetitions=5", "--benchmark-format=jsonl"]
+    ran = tools("benchmark", *flags, f"--benchmark-out={out}", captured)
+    *rows, context = map(json.loads, ran.out.splitlines())
+    assert ran.code == 130 and [row["repetition_index"] for row in rows if row["run_type"] == "iteration"] == [0, 1]
+    assert "interrupted after 2 of 5 repetitions" in context["context"]["warnings"]
+    assert len(json.loads(out.read_text())["benchmarks"]) == len(rows)
 
 
 def test_warm_up_replays_come_before_each_repetition(bench, captured, executed):
