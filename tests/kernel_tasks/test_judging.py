@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from in_process import Tools
 
-from replayfmt.benchmark.candidates.judged import run_judge
+from replayfmt.benchmark.candidates.judged import judge, run_judge
 from replayfmt.benchmark.candidates.task_cases import Options
 from replayfmt.benchmark.candidates.task_judging import REASONS
+from replayfmt.benchmark.per_op.roofline import Peaks
 
 from .candidates import ADDMM, CHEATS, HONEST, RIGHT, cheat, honest
 from .conftest import Exported
@@ -311,3 +313,15 @@ def test_the_original_itself_is_accepted_where_results_are_views_and_sizes_can_k
         task = exported(path, kernel=kernel)
         found = run_judge(str(task), [str(task / "reference.py")], options)
         assert [each["verdict"] for each in found["candidates"]] == ["accepted"], found
+
+
+def test_nothing_is_above_the_roof_without_a_reason(exported: Exported, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(honest("addmm", "split sums"))
+    low = Peaks(torch.device("cpu"), 1, flops=1e3, bandwidth=1e3)
+    task = str(exported(kernel="aten::addmm"))
+    report = judge(task, [str(file)], Options(min_time_s=0.005), lambda _device: low)
+    (warning,) = [each for each in report.document()["warnings"] if "faster than the peak" in each]
+    assert warning.startswith("faster than the peak that it is compared with: 8 ops (the reference in w00: ")
+    assert warning.endswith("their data is in the caches, or the given peaks are too low")
+    assert f"WARNING: {warning}" in list(report.lines())

@@ -25,7 +25,7 @@ from replayfmt.pytorch import device_work, guards, rounding
 
 from ..machine import GpuWatch, gpu_caveats, gpu_lines
 from ..per_op.groups import CallWork
-from ..per_op.roofline import Peaks, place
+from ..per_op.roofline import Peaks, above_the_roof, peak_caveats, place
 from ..statistics import PairedComparison, compare_pairs, duration
 from . import check_script, task_calls, task_cases, task_judging
 
@@ -159,7 +159,7 @@ class JudgeReport:
                 for each in self.task["workloads"]
             ],
             "gpus": self.gpus,
-            "warnings": gpu_caveats(self.gpus),
+            "warnings": self.warnings(),
             "peaks": [row for peaks in self.peaks.values() for row in peaks.rows()],
             "candidates": [
                 {
@@ -200,6 +200,19 @@ class JudgeReport:
             return {"share_of_roof": None, "unknown": unknown or ["it was not timed"]}
         return {**placed.fields(), "unknown": unknown}
 
+    def warnings(self) -> list[str]:
+        """Reasons to doubt the figures."""
+        rows = [
+            {"name": f"the reference in {each['name']}", **self._bound(each, self.reference_ns.get(each["name"]))}
+            for each in self.task["workloads"]
+        ]
+        for each in self.candidates:
+            for name, found in each.workloads.items():
+                rows.append({"name": f"{each.found['candidate']} in {name}", **self._row(name, found)["bound"]})
+        peaks = [row for each in self.peaks.values() for row in each.rows()]
+        placed = [row for row in rows if row["share_of_roof"] is not None]
+        return [*gpu_caveats(self.gpus), *peak_caveats(peaks), *above_the_roof(placed)]
+
     def lines(self) -> Iterator[str]:
         task = self.task
         calls = sum(each["calls"] for each in task["workloads"])
@@ -228,7 +241,7 @@ class JudgeReport:
         yield ""
         yield from (f"gpu       {text}" for text in gpu_lines(self.gpus))
         yield "ratios of the reference's time; below 1 is faster"
-        yield from (f"WARNING: {text}" for text in gpu_caveats(self.gpus))
+        yield from (f"WARNING: {text}" for text in self.warnings())
 
     def _heaviest(self, each: Judged) -> str:
         """The ratio of the workload in which the reference spends most, where there are several."""
