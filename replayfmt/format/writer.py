@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -59,6 +59,7 @@ from .validation import nested_deeper
 
 T = TypeVar("T")
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":")).encode
 _TEXT_FLUSH_BYTES = 32 << 20  # that many bytes of new strings are written before more come
 
 
@@ -194,12 +195,12 @@ class CaptureWriter:
     def annotation(self, content: Mapping[str, Any]) -> int:
         """The id of what is said about one record, for RecordColumns.annotation. Raises ValueError if it is not
         JSON, or empty: a record without annotation has id 0."""
-        if not content or nested_deeper(content, MAX_NESTING):
-            raise ValueError(f"an annotation that is empty, or nested deeper than {MAX_NESTING}")
         try:
-            text = json.dumps(content, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
+            text = _encode(content)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"an annotation that is not JSON: {error}") from None
+        if not content or (text.count("[") + text.count("{") > MAX_NESTING and nested_deeper(content, MAX_NESTING)):
+            raise ValueError(f"an annotation that is empty, or nested deeper than {MAX_NESTING}")
         return self.string(text)
 
     def _spilled(self, number: int) -> int:
@@ -296,8 +297,7 @@ class CaptureWriter:
 _FRAME_RECORDS = 16_384
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """Where and when a record belongs. Times are in nanoseconds; `start_ns` counts from the session's start."""
 
     start_ns: int = 0

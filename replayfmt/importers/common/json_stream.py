@@ -63,17 +63,20 @@ class LongFloat(float):
     text: str
 
 
+EXACT_US = float(1 << 43)  # microseconds below this are a double of which the nanosecond is exact
+
+
 def _float(text: str) -> float:
-    if len(text) <= _DOUBLE_DIGITS:
-        return float(text)
     number = LongFloat(text)
+    if len(text) <= _DOUBLE_DIGITS and -EXACT_US < number < EXACT_US:
+        return float(text)
     number.text = text
     return number
 
 
 class JsonStream(Closing):
     """One pass over a trace file. `problems` has the first few of each kind, `problem_counts` their numbers. With
-    `exact`, numbers with too many digits for a double are LongFloats."""
+    `exact`, numbers with too many digits for a double, and those from EXACT_US on, are LongFloats."""
 
     def __init__(self, file: TraceFile, *, exact: bool = False) -> None:
         self._file = file
@@ -94,10 +97,12 @@ class JsonStream(Closing):
         self.problem_counts: Counter[str] = Counter()
 
     @staticmethod
-    def open(path: str | PathLike[str], progress: Progress | None = None, *, member: str = "") -> JsonStream:
+    def open(
+        path: str | PathLike[str], progress: Progress | None = None, *, member: str = "", exact: bool = False
+    ) -> JsonStream:
         """A stream over a file's JSON, however it is packed, or over that of an archive's member. Raises the errors of
         TraceFile."""
-        return JsonStream(TraceFile(path, progress=progress, member=member))
+        return JsonStream(TraceFile(path, progress=progress, member=member), exact=exact)
 
     @property
     def offset(self) -> int:
@@ -202,6 +207,8 @@ class JsonStream(Closing):
                 continue
             if self._together and (several := self._several()):
                 yield from several
+                if not self._ended:
+                    self._fill(_CHUNK_BYTES)  # what is left is the beginning of an entry
                 continue
             found, value = self._value(recover=True)
             if found:

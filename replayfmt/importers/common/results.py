@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain
 from types import FunctionType
 from typing import Any
@@ -70,7 +70,8 @@ class Results:
 _TAKE_PATTERNS = frozenset({
     "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "linear", "matmul", "t", "transpose", "unsqueeze", "detach",
     "alias", "clone", "contiguous", "copy_", "fill_", "zero_", "empty_like", "zeros_like", "ones_like", "sum", "mean",
-    "amax", "amin", "_softmax", "_log_softmax", "_to_copy",
+    "amax", "amin", "_softmax", "_log_softmax", "_to_copy", "native_batch_norm", "native_batch_norm_backward",
+    "cudnn_batch_norm", "cudnn_batch_norm_backward", "miopen_batch_norm", "miopen_batch_norm_backward",
 })
 # fmt: on
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
@@ -107,8 +108,10 @@ class Trials:
             if key not in self._patterns:
                 self._patterns[key] = infer(schema, pattern)
             values = self._patterns[key].values
+            if values is None or any(each.shares is not None for each in shapes(values)) and _has_offset(arguments):
+                return None
             sizes = {prime: size for size, prime in primes.items()}
-            return None if values is None else Results(tuple(_with_sizes(each, sizes) for each in values))
+            return Results(tuple(_with_sizes(each, sizes) for each in values))
         except LookupError:
             return None
 
@@ -129,7 +132,7 @@ def _with_primes(value: Any, primes: dict[int, int]) -> Any:
     if not isinstance(value, TensorSpec):
         return value
     sizes = value.sizes
-    if sizes is None or value.dtype is None or value.offset or value.flags or math.prod(sizes) >= _MOST_ELEMENTS:
+    if sizes is None or value.dtype is None or value.flags or math.prod(sizes) >= _MOST_ELEMENTS:
         raise LookupError
     turned = len(sizes) == 2 and value.strides == (1, sizes[0])
     if not turned and value.strides not in (None, contiguous(sizes)):
@@ -139,6 +142,13 @@ def _with_primes(value: Any, primes: dict[int, int]) -> Any:
             primes[size] = _PRIMES[len(primes) - 2]
     sizes = tuple(primes[size] for size in sizes)
     return TensorSpec(value.dtype, sizes, (1, sizes[0]) if turned else None)
+
+
+def _has_offset(value: Any) -> bool:
+    """Whether a tensor among arguments begins inside its storage, as views of it then do, too."""
+    if isinstance(value, list | tuple):
+        return any(map(_has_offset, value))
+    return isinstance(value, TensorSpec) and value.offset != 0
 
 
 def _with_sizes(value: Any, sizes: dict[int, int]) -> Any:
@@ -211,22 +221,29 @@ def dynamo_unneeded() -> Iterator[None]:
     """Inside, trials do not import torch._dynamo, which takes longer than a trace of some MB and keeps an exception
     with the frames of all that called it. PyTorch's Python kernels import it at their first call, to be left alone by
     it when they are compiled: here, they are not."""
+    kernels = [each for each in _python_kernels() if not hasattr(each, _LEFT_ALONE)]
+    try:
+        for each in kernels:
+            setattr(each, _LEFT_ALONE, each)
+        yield
+    finally:
+        for each in kernels:
+            delattr(each, _LEFT_ALONE)
+
+
+@cache
+def _python_kernels() -> list[Any]:
+    """PyTorch's Python kernels that import torch._dynamo."""
     modules = (vars(module).values() for module in (torch._refs, torch._refs.special))
     kernels: dict[int, Any] = {}
     for each in chain(*modules, *(table.values() for table in global_decomposition_table.values())):
         while isinstance(each, FunctionType):
             cells = dict(zip(each.__code__.co_freevars, each.__closure__ or (), strict=True))
             within = cells["fn"].cell_contents if "fn" in cells else None
-            if each.__globals__ is vars(torch._compile) and not hasattr(within, _LEFT_ALONE):
+            if each.__globals__ is vars(torch._compile):
                 kernels[id(within)] = within
             each = within
-    try:
-        for each in kernels.values():
-            setattr(each, _LEFT_ALONE, each)
-        yield
-    finally:
-        for each in kernels.values():
-            delattr(each, _LEFT_ALONE)
+    return list(kernels.values())
 
 
 _LEFT_ALONE = "__dynamo_disable"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from os import PathLike
 from types import TracebackType
@@ -74,6 +74,19 @@ class Slots:
     tensors: list[Tensor] = field(default_factory=list)
     ints: list[int] = field(default_factory=list)
     floats: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class OpForm:
+    """What calls have in common that differ in their storages alone. `tensors` has of each slot its storage's place
+    among those of the call, -1 for a tensor without memory, its offset and the id of its metadata; the first `taken`
+    are arguments."""
+
+    signature: int
+    taken: int
+    tensors: list[tuple[int, int, int]]
+    ints: list[int]
+    floats: list[float]
 
 
 def contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -289,27 +302,53 @@ class ImportedSession:
         recorded. A storage whose origin is not `op` is imported before the first record that uses it; one that first
         appears among the results is allocated there. Raises ValueError for what a record cannot hold.
         """
+        form, storages = self.form(kernel, arguments, results)
+        return self.repeat(form, storages, moment, annotation)
+
+    def form(
+        self, kernel: Kernel, arguments: Sequence[tuple[str, Any]], results: Sequence[Any] | None = None
+    ) -> tuple[OpForm, list[TracedStorage]]:
+        """What `op` records of a call, and the storages of its tensors: with others it can be recorded again, unless
+        an argument is a storage. Raises ValueError for what a record cannot hold."""
         slots = Slots()
         args = tuple(self._nodes.node(value, slots, name) for name, value in arguments)
         taken = len(slots.tensors)
         returned = tuple(self._nodes.node(value, slots) for value in results or ())
+        places: dict[TracedStorage | None, int] = {None: -1}
         for tensor in slots.tensors:
             if tensor.storage is not None:
                 possible_bytes(tensor.storage.bytes)
-        metas = [self._writer.meta(tensor.meta) for tensor in slots.tensors]
+                places.setdefault(tensor.storage, len(places) - 1)
+        tensors = [(places[each.storage], each.offset, self._writer.meta(each.meta)) for each in slots.tensors]
         number = self._writer.kernel(kernel)
         signature = self._signature(
             (number, args, returned), lambda: Signature(RecordKind.op, args, returned, number, OpStatus.ok)
         )
+        storages = [each for each in places if each is not None]
+        return OpForm(signature, taken, tensors, slots.ints, slots.floats), storages
+
+    def repeat(
+        self,
+        form: OpForm,
+        storages: Sequence[TracedStorage],
+        moment: Moment = _AT_START,
+        annotation: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Record a call of this form with these storages; returns its ordinal."""
         note = self._note(annotation)
-        for tensor in slots.tensors[:taken]:
-            if tensor.storage is not None and not tensor.storage.id:
-                self._enter(tensor.storage, moment)
-        for tensor in slots.tensors[taken:]:
-            if tensor.storage is not None and not tensor.storage.id:
-                self._bear(tensor.storage, StorageOrigin.op, 0)
-        tensors = [self._use(tensor, meta) for tensor, meta in zip(slots.tensors, metas, strict=True)]
-        return self._add(signature, RecordKind.op, moment, RecordSlots(tensors, slots.ints, slots.floats), note)
+        for place, _offset, _meta in form.tensors[: form.taken]:
+            if place >= 0 and not storages[place].id:
+                self._enter(storages[place], moment)
+        for place, _offset, _meta in form.tensors[form.taken :]:
+            if place >= 0 and not storages[place].id:
+                self._bear(storages[place], StorageOrigin.op, 0)
+        tensors = [
+            self._builder.tensor(storages[place].views, storages[place].id, offset, meta)
+            if place >= 0
+            else self._builder.tensor(self._without_memory, 0, offset, meta)
+            for place, offset, meta in form.tensors
+        ]
+        return self._add(form.signature, RecordKind.op, moment, RecordSlots(tensors, form.ints, form.floats), note)
 
     def scope_begin(self, name: str, moment: Moment, annotation: Mapping[str, Any] | None = None) -> int:
         """Record that a scope begins; `moment.scope` is its id."""
@@ -356,11 +395,6 @@ class ImportedSession:
     def _bear(self, storage: TracedStorage, origin: StorageOrigin, payload: int) -> None:
         storage.id = self._builder.bear(storage.bytes, storage.device, origin, payload)
 
-    def _use(self, tensor: Tensor, meta: int) -> int:
-        if tensor.storage is None:
-            return self._builder.tensor(self._without_memory, 0, tensor.offset, meta)
-        return self._builder.tensor(tensor.storage.views, tensor.storage.id, tensor.offset, meta)
-
     # --------------------------------------------------------------------------------------------------------- columns
 
     def _note(self, annotation: Mapping[str, Any] | None) -> int:
@@ -401,10 +435,10 @@ class ImportedSession:
 
     def _add(self, signature: int, kind: RecordKind, moment: Moment, slots: RecordSlots, note: int) -> int:
         if moment.start_ns < self._last_ns:
-            moment = replace(moment, start_ns=self._last_ns)
+            moment = moment._replace(start_ns=self._last_ns)
         if moment.thread >= 2 * _FAR:  # a system's number of a thread: records have 16 bits for it
             number = self._far_threads.setdefault(moment.thread, len(self._far_threads))
-            moment = replace(moment, thread=_FAR + number % _FAR)
+            moment = moment._replace(thread=_FAR + number % _FAR)
         self._last_ns = moment.start_ns
         return self._builder.add(signature, kind, moment, slots, note)
 

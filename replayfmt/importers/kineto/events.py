@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import marshal
 import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any
 
-from ..common.json_stream import JsonStream, LongFloat
+from ..common.json_stream import EXACT_US, JsonStream, LongFloat
+from ..common.trace_files import Progress
 
 Details = tuple[tuple[str, Any], ...]  # pairs of a member and its value, which two kernels can be compared by
 
@@ -233,6 +236,23 @@ class WorkKind:
         return row | {"stream": self.stream if self.stream >= 0 else None}
 
 
+class _DigitsLost(Exception):
+    """A time is a number of more digits than a double holds."""
+
+
+def read_events(
+    path: str | PathLike[str], progress: Progress | None = None, member: str = ""
+) -> tuple[TraceEvents, JsonStream]:
+    """The events of a trace, and the stream that they were read from, for what is wrong with it. Raises the errors of
+    TraceFile."""
+    try:
+        with JsonStream.open(path, progress, member=member) as stream:
+            return TraceEvents().read(stream), stream
+    except _DigitsLost:  # times since 1970: keeping the digits of each number takes longer
+        with JsonStream.open(path, progress, member=member, exact=True) as stream:
+            return TraceEvents().read(stream), stream
+
+
 class TraceEvents:
     """Everything in a trace that the import needs. `problems` counts errors in events, `others` the events that are not
     calls, `unknown` those of which nothing is known, `runtimes` launches, all by category."""
@@ -257,6 +277,13 @@ class TraceEvents:
         self._work_ids: dict[Any, int] = {}
         self._launch_ids: dict[WorkKind, int] = {}
         self._thread_ids: dict[tuple[str, str], int] = {}
+        self._readers: dict[Any, Callable[[dict[str, Any], str], None]] = {
+            **dict.fromkeys(OTHER_CATEGORIES, self._other),
+            **dict.fromkeys(DEVICE_CATEGORIES, self._work),
+            **dict.fromkeys(LAUNCH_CATEGORIES, self._launch),
+            **dict.fromkeys(ANNOTATION_CATEGORIES, self._annotation),
+            **dict.fromkeys(OPERATOR_CATEGORIES, self._operator),
+        }
 
     def read(self, stream: JsonStream) -> TraceEvents:
         """Read all events. An outer array is read as the events themselves, as Chrome's format allows."""
@@ -293,7 +320,7 @@ class TraceEvents:
             if phase == "X" and event is not None:
                 if event.get("name") is None:
                     raise KeyError("name")
-                self._span(event, category)
+                self._readers.get(category, self._unlisted)(event, category)
             elif phase and category in _READ_CATEGORIES:
                 self.problems[f"are of category {category} and phase {str(phase)[:40]!r}, which is not read"] += 1
             elif isinstance(phase, str) and phase:
@@ -306,40 +333,43 @@ class TraceEvents:
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             self.problems[_NO_FIELDS] += 1
 
-    def _span(self, event: dict[str, Any], category: Any) -> None:
-        """Add an event with a beginning and a duration."""
+    # ------------------------------------------------------------------------- events with a beginning and a duration
+
+    def _unlisted(self, event: dict[str, Any], category: Any) -> None:
+        """An event of no category, or of one that is in no list."""
         if category is None:
-            named = OPERATOR_NAME.match(str(event["name"])) is not None
             self.problems[
                 "have no category; those named like operators are treated as operators, the others left out"
             ] += 1
-            category = "cpu_op" if named else ""
-        if category in OPERATOR_CATEGORIES or category in ANNOTATION_CATEGORIES:
-            duration = _duration(event)
-            if duration >= 0 or category in ANNOTATION_CATEGORIES:
-                self._op(event, category in ANNOTATION_CATEGORIES, max(0, duration))
-            if duration < 0:
-                done = "taken as moments" if category in ANNOTATION_CATEGORIES else "left out"
-                self.problems[f"of category {category} have no duration, or an impossible one; they were {done}"] += 1
-        elif category in LAUNCH_CATEGORIES or (
-            isinstance(category, str) and category not in OTHER_CATEGORIES and _LAUNCHES.match(category)
-        ):
-            runtime, separator, _rest = category.partition("_")
-            if separator:
-                self.device_type = _DEVICE_TYPES.get(runtime, "privateuseone")  # what other packages' devices are
-            self.runtimes[str(category)] += 1
-            self._launch(event)
-        elif category in DEVICE_CATEGORIES or (
-            isinstance(category, str) and category not in OTHER_CATEGORIES and _WORKS.match(category)
-        ):
-            self._work(event, str(category))
-        elif isinstance(category, str) and category in OTHER_CATEGORIES:
-            self.others[category] += 1
+            if OPERATOR_NAME.match(str(event["name"])):
+                self._operator(event, "cpu_op")
+        elif isinstance(category, str) and _LAUNCHES.match(category):
+            self._launch(event, category)
+        elif isinstance(category, str) and _WORKS.match(category):
+            self._work(event, category)
         elif category != "":
             name = str(category)[:60]
             if name in self.unknown or len(self.unknown) < _MOST_UNKNOWN:
                 self.unknown[name] += 1
             self.problems[f"are of category {name!r}, which is not known; they were left out"] += 1
+
+    def _other(self, _event: dict[str, Any], category: str) -> None:
+        self.others[category] += 1
+
+    def _operator(self, event: dict[str, Any], category: str) -> None:
+        duration = _duration(event)
+        if duration >= 0:
+            self._op(event, False, duration)
+        else:
+            self.problems[f"of category {category} have no duration, or an impossible one; they were left out"] += 1
+
+    def _annotation(self, event: dict[str, Any], category: str) -> None:
+        duration = _duration(event)
+        self._op(event, True, max(0, duration))
+        if duration < 0:
+            self.problems[
+                f"of category {category} have no duration, or an impossible one; they were taken as moments"
+            ] += 1
 
     def _paired(self, event: dict[str, Any]) -> dict[str, Any] | None:
         """The span completed by an end event (ph E); None for a begin event."""
@@ -354,13 +384,13 @@ class TraceEvents:
         first = begun.pop()
         arguments = {**(first.get("args") or {}), **(event.get("args") or {})}
         duration = (nanoseconds(event["ts"]) - nanoseconds(first["ts"])) / 1000
-        return {**first, "ph": "X", "dur": duration, "args": arguments}
+        return {**first, "ph": "X", "dur": f"{duration:.3f}", "args": arguments}
 
     def _op(self, event: dict[str, Any], annotation: bool, duration: int) -> None:
         arguments = event.get("args") or {}
         name = str(event["name"])
         start = nanoseconds(event["ts"])
-        said = name, annotation, repr({each: value for each, value in arguments.items() if each in _KIND_FIELDS})
+        said = name, annotation, _frozen({each: value for each, value in arguments.items() if each in _KIND_FIELDS})
         number = self._kind_ids.get(said)
         if number is None:
             number = self._kind_ids[said] = self.kind_number(_op_kind(name, annotation, arguments))
@@ -392,7 +422,11 @@ class TraceEvents:
         self.threads.append(self.threads[thread])
         return len(self.threads) - 1
 
-    def _launch(self, event: dict[str, Any]) -> None:
+    def _launch(self, event: dict[str, Any], category: str) -> None:
+        runtime, separator, _rest = category.partition("_")
+        if separator:
+            self.device_type = _DEVICE_TYPES.get(runtime, "privateuseone")  # what other packages' devices are
+        self.runtimes[category] += 1
         arguments = event.get("args") or {}
         correlation, external = integer(arguments.get("correlation")), _external(arguments)
         if correlation < 0 and external < 0:
@@ -431,7 +465,7 @@ class TraceEvents:
         if duration < 0:
             self.problems[f"of category {category} have no duration, or an impossible one; it is not known"] += 1
         name = str(event["name"])
-        said = name, category, repr({each: value for each, value in arguments.items() if each not in _LINKS})
+        said = name, category, _frozen({each: value for each, value in arguments.items() if each not in _LINKS})
         number = self._work_ids.get(said)
         if number is None:
             kind = WorkKind(
@@ -480,6 +514,11 @@ def _op_kind(name: str, annotation: bool, arguments: Mapping[str, Any]) -> OpKin
 
 def nanoseconds(microseconds: Any) -> int:
     """A time in whole nanoseconds. Raises ValueError, OverflowError and TypeError for an invalid one."""
+    if type(microseconds) is float:
+        if -EXACT_US < microseconds < EXACT_US:
+            return round(microseconds * 1000)
+        if math.isfinite(microseconds):
+            raise _DigitsLost
     if isinstance(microseconds, bool):
         raise TypeError("a time is a number")
     text = microseconds.text if isinstance(microseconds, LongFloat) else microseconds
@@ -507,13 +546,23 @@ def _duration(event: dict[str, Any]) -> int:
 
 def integer(value: Any) -> int:
     """An id as a number, -1 if missing or invalid."""
+    if type(value) is int:
+        return value if 0 <= value < 1 << 62 else -1
     if isinstance(value, bool) or value is None:
         return -1
     try:
-        number = value if type(value) is int else int(value)
+        number = int(value)
     except (TypeError, ValueError, OverflowError):
         return -1
     return number if 0 <= number < 1 << 62 else -1
+
+
+def _frozen(values: dict[str, Any]) -> bytes | str:
+    """What distinguishes these values from others. Numbers with their digits are nothing that marshal knows."""
+    try:
+        return marshal.dumps(values, 2)
+    except ValueError:
+        return repr(values)
 
 
 def _external(arguments: dict[str, Any]) -> int:

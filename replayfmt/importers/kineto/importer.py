@@ -28,10 +28,10 @@ from ..common.operators import Operators, collective_layer, only_moves, only_wra
 from ..common.options import ImportOptions, Level, TraceRange, parse_time
 from ..common.report import ImportReport, most
 from ..common.synthesis import ImportedSession, imported_session, of_ranks
-from ..common.trace_files import MOST_RANKS, RankTrace, TraceFile, others_note, rank_fields
+from ..common.trace_files import MOST_RANKS, RankTrace, others_note, rank_fields
 from ..rewrites.portable import SCHEMAS, Portable
 from .calls import EventCalls, Placement
-from .events import OPERATOR_NAME, OpKind, TraceEvents, integer
+from .events import OPERATOR_NAME, OpKind, TraceEvents, integer, read_events
 from .graphs import capture_windows, captured, give_operators
 from .tree import CallTree, ChosenEvents, EventRole, EventTraits, GraphCaptured, build, compact, select
 from .writing import Trace, write
@@ -105,9 +105,7 @@ def import_kineto(
     imported as far as it can be read; the report says what was not.
     """
     options = options or ImportOptions()
-    file = TraceFile(path, progress=options.progress, member=place.member if place else "")
-    with JsonStream(file, exact=True) as stream:
-        events = TraceEvents().read(stream)
+    events, stream = read_events(path, options.progress, place.member if place else "")
     if not events.ops.start and not events.work.start:
         problems = _problems(stream, events)
         if events.runtimes:
@@ -195,8 +193,7 @@ def import_kineto(
 
 def _capture_trace(path: str | PathLike[str]) -> tuple[str, TraceEvents]:
     """The name and the events of a trace in which graphs were captured."""
-    with JsonStream(TraceFile(path), exact=True) as stream:
-        return Path(path).name, TraceEvents().read(stream)
+    return Path(path).name, read_events(path)[0]
 
 
 def _problems(stream: JsonStream, events: TraceEvents) -> list[str]:

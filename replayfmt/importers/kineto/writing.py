@@ -30,7 +30,7 @@ from ..common.operators import REPLACED, FoundOperator, is_generated_kernel
 from ..common.options import Level
 from ..common.report import DeviceTime, ImportReport, ReportEntry
 from ..common.results import Results, realize
-from ..common.synthesis import ImportedSession, Tensor, TracedStorage, plain_tensor
+from ..common.synthesis import ImportedSession, OpForm, Tensor, TracedStorage, plain_tensor
 from ..rewrites.portable import Portable
 from ..rewrites.rewriting import CannotRewrite, Rewritten, tensors_in
 from .calls import DtypeHints, EventCalls, Placement, ResolvedCall, has_lists, read_arguments, signature_text
@@ -206,6 +206,7 @@ class _Writing:
         self.trace, self.session, self.report = trace, session, report
         self.events, self.tree = trace.events, trace.tree
         self._resolved: dict[Any, ResolvedCall] = {}
+        self._forms: dict[int, tuple[OpForm, list[TracedStorage]]] = {}  # of resolved calls, by their id()
         self._around: dict[int, tuple[str, ...]] = {}  # the wrappers that an event is or is in
         starts = [
             np.asarray(column, np.int64)
@@ -555,6 +556,11 @@ class _Writing:
         assert call.operator is not None
         if call.given is not None:
             return self._launch(call, moment, annotation)
+        known = self._forms.get(id(call))
+        if known is not None:
+            form, alike = known
+            storages = [TracedStorage(each.bytes, each.device, each.origin) for each in alike]
+            return self._ended(self.session.repeat(form, storages, moment, annotation), storages, moment)
         tensors: list[Tensor] = []
         arguments = [(name, self._value(value, tensors)) for name, value in call.arguments]
         where = next((tensor.meta.device for tensor in tensors if tensor.meta.sizes), None)
@@ -572,13 +578,18 @@ class _Writing:
         if isinstance(rewritten, str):
             annotation["not_rewritten"] = rewritten
             self.report.note(f"{kernel.qualified_name} stays as it is: {rewritten}")
-        storages = [tensor.storage for tensor in (*tensors, *tensors_in(results)) if tensor.storage is not None]
         if isinstance(rewritten, Rewritten):
-            ordinal = self._rewritten(rewritten, moment, annotation, storages)
-        else:
-            ordinal = self.session.op(kernel, arguments, results, moment, annotation)
-        ended = Moment(moment.start_ns, thread=moment.thread, scope=moment.scope)
-        self.session.release(list(dict.fromkeys(storages)), ended)
+            used = [each.storage for each in (*tensors, *tensors_in(results)) if each.storage is not None]
+            storages = list(dict.fromkeys(used))
+            return self._ended(self._rewritten(rewritten, moment, annotation, storages), storages, moment)
+        form, storages = self.session.form(kernel, arguments, results)
+        if rewritten is None and call.code is None:
+            self._forms[id(call)] = form, storages
+        return self._ended(self.session.repeat(form, storages, moment, annotation), storages, moment)
+
+    def _ended(self, ordinal: int, storages: Sequence[TracedStorage], moment: Moment) -> int:
+        """Release what a call had to itself. Returns its ordinal."""
+        self.session.release(storages, Moment(moment.start_ns, thread=moment.thread, scope=moment.scope))
         return ordinal
 
     def _rewritten(
@@ -601,7 +612,7 @@ class _Writing:
             ordinal = self.session.op(kernel, arguments, results, moment, annotation)
             if first is None:
                 first = ordinal
-                moment = replace(moment, duration_ns=None, device_duration_ns=None)
+                moment = moment._replace(duration_ns=None, device_duration_ns=None)
                 shown = ("import", "rewritten", "assumed", "count")
                 annotation = {key: annotation[key] for key in shown if key in annotation}
             ended = [each for each in dict.fromkeys(used[place]) if each is not None and last[each] == place]
@@ -636,9 +647,12 @@ class _Writing:
         times = [time if time >= 0 else None for time in (self.events.work.duration[each] for each in work)]
         annotation: dict[str, Any] = {
             "device_kernels": [
-                kind.row()
-                | {"device": self._device_name(kind.device)}
-                | {"start_ns": self._device_start(each), "duration_ns": time}
+                {
+                    **kind.row(),
+                    "device": self._device_name(kind.device),
+                    "start_ns": self._device_start(each),
+                    "duration_ns": time,
+                }
                 for each, kind, time in zip(work[:_SHOWN_KERNELS], kinds, times, strict=False)
             ]
         }
