@@ -401,15 +401,13 @@ class ImportedSession:
         """The id of an annotation, 0 without one. Most have the same few words."""
         if not annotation:
             return 0
-        try:
-            key = tuple(annotation.items())
-            number = self._notes.get(key)
-        except TypeError:  # it has lists
+        words = [_words(value) for value in annotation.values()]
+        if None in words:
             return self._annotation(annotation)
+        key = (*annotation, *words)
+        number = self._notes.get(key)
         if number is None:
-            number = self._annotation(annotation)
-            if all(isinstance(value, str) for value in annotation.values()):  # 1, 1.0 and True are one key
-                self._notes[key] = number
+            number = self._notes[key] = self._annotation(annotation)
         return number
 
     def _annotation(self, annotation: Mapping[str, Any]) -> int:
@@ -471,6 +469,13 @@ def plain_device(name: str) -> Device:
     if not kind.isidentifier() or (separator and not index.isdigit()):
         raise ValueError(f"{name!r} names no device")
     return Device(kind, int(index) if separator else -1 if kind in ("cpu", "meta") else 0)
+
+
+def _words(value: Any) -> str | tuple[str, ...] | None:
+    """A text, or the texts of a list; None if it is anything else."""
+    if type(value) is list:
+        return tuple(value) if all([type(each) is str for each in value]) else None
+    return value if type(value) is str else None
 
 
 def _plain(value: Any, depth: int = 4) -> Any:

@@ -201,6 +201,11 @@ class TraceFile(Closing):
             plain.seek(0)
         if start[257:262] == b"ustar":
             return self._tar_member(plain, wanted)
+        if start == bytes(512):
+            raise InvalidCapture(
+                f"{self.path}: begins with 512 zero bytes: an empty tar archive, or a file that was never written; "
+                "expected a trace, or an archive with one in it"
+            )
         return plain
 
     def _gzip(self, packed: IO[bytes]) -> IO[bytes]:

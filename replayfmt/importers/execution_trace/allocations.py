@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -260,6 +260,11 @@ _RESOURCES = "_resources"
 _NEUTRAL = {"aten::add": 0, "aten::sub": 0, "aten::mul": 1, "aten::div": 1, "aten::pow": 1}
 
 
+@cache
+def _element(number: int, dtype: DType) -> bytes:
+    return bytes(torch.tensor(number, dtype=TORCH_DTYPE[dtype]).reshape(1).view(torch.uint8).tolist())
+
+
 def _folder_name(name: str) -> str:
     """The name of the folder that the observer puts a trace's resources into."""
     return name.removesuffix(".gz").removesuffix(".json") + _RESOURCES
@@ -320,10 +325,9 @@ class TracedContent:
     def number(self, operator: str, dtype: DType, storage: TracedStorage) -> FoundContent | None:
         """A value for a Python number, which no trace records: the operator's neutral element, if it has one."""
         neutral = _NEUTRAL.get(operator.removesuffix("_"))
-        torch_dtype = TORCH_DTYPE.get(dtype)
-        if neutral is None or torch_dtype is None or storage.bytes < torch_dtype.itemsize:
+        if neutral is None or dtype not in TORCH_DTYPE or storage.bytes < ITEM_BYTES[dtype]:
             return None
-        element = bytes(torch.tensor(neutral, dtype=torch_dtype).reshape(1).view(torch.uint8).tolist())
+        element = _element(neutral, dtype)
         return FoundContent(
             StorageOrigin.payload,
             element.ljust(storage.bytes, b"\0"),

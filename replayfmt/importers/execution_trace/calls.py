@@ -6,7 +6,7 @@ that older traces lack, and reads the arguments by the operator's schema.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from ..common.operators import OperatorChoice, Operators
 from ..common.results import AliasedArgument, Results, Trials, refusal
 from ..common.synthesis import contiguous
 from .allocations import NUMBERS, Allocations, MemoryMap, PlacedTensor
-from .nodes import TensorReader, TracedTensor, TraceNode, operator_name, recorded_inputs, rounded
+from .nodes import NodeValues, TensorReader, TracedTensor, TraceNode, form_of, operator_name, recorded_inputs, rounded
 from .selection import NodeKind, kind_of
 
 BY = "the execution trace"
@@ -31,34 +31,46 @@ _TURNS = {"aten::_conj": TensorFlag.conj, "aten::_neg_view": TensorFlag.neg}
 
 
 @dataclass
+class BoundCall:
+    """What all calls have in common whose arguments differ in their memory alone: the operator, and the arguments as it
+    reads them. The identity of a tensor is the place of its allocation among those of the node's tensors, from 0.
+    `assumed` has the assumptions besides the binding's; `returned` what the operator returns, None if that is in the
+    trace or unknown."""
+
+    choice: OperatorChoice
+    binding: Binding | None = None
+    assumed: list[str] = field(default_factory=list)
+    returned: list[TensorSpec] | None = None
+
+
+@dataclass
 class NodeStep:
-    """One chosen node, the `number`th. `given` and `returned` say where its tensors are. `choice` and `binding` are
-    those of an operator; `assumed` has the assumptions besides the binding's; `uses` are the tensors that it reads, and
-    those that it writes."""
+    """One chosen node, the `number`th. `given` and `returned` say where its tensors are. `bound` is an operator's call;
+    `assumed` has the assumptions besides the binding's; `uses` are the tensors that it reads, and those that it
+    writes."""
 
     node: TraceNode
     kind: NodeKind
     number: int
     given: dict[TracedTensor, PlacedTensor]
     returned: dict[TracedTensor, PlacedTensor] = field(default_factory=dict)
-    choice: OperatorChoice | None = None
-    binding: Binding | None = None
+    bound: BoundCall | None = None
     assumed: list[str] = field(default_factory=list)
     uses: tuple[list[TracedTensor], list[TracedTensor]] = ([], [])
 
 
 class _OnAllocations(TensorReader):
-    """Tensors with their allocation's number as identity."""
+    """Tensors with the place of their allocation as identity."""
 
-    def __init__(self, placed: dict[TracedTensor, PlacedTensor]) -> None:
-        self._placed = placed
+    def __init__(self, placed: dict[TracedTensor, PlacedTensor], places: dict[int, int]) -> None:
+        self._placed, self._places = placed, places
 
     def spec(self, tensor: TracedTensor) -> TensorSpec:
         where = self._placed.get(tensor)
         if where is None:
             return super().spec(tensor)
         dtype = dtype_of(tensor.type_name)
-        place = tensor.device, tensor.offset, where.allocation
+        place = tensor.device, tensor.offset, self._places[where.allocation]
         return TensorSpec(dtype, tensor.sizes, where.strides, *place, flags=where.flags)
 
 
@@ -106,6 +118,9 @@ class NodeCalls:
         self._changed: dict[str, bool] = {}
         self._choices: dict[str, tuple[OperatorChoice, torch.FunctionSchema | None]] = {}
         self._uses: dict[str, _OperatorUse] = {}
+        self._bound: dict[Any, BoundCall] = {}
+        self._forms: dict[bytes, int] = {}
+        self._form_of: dict[int, tuple[NodeValues, int]] = {}
 
     @property
     def allocations(self) -> Allocations:
@@ -173,19 +188,49 @@ class NodeCalls:
 
     # ------------------------------------------------------------------------------------------------------- arguments
 
+    def form(self, values: NodeValues) -> int:
+        """A number that values have in common which differ in the ids and addresses of tensors alone."""
+        known = self._form_of.get(id(values))
+        if known is None:
+            number = self._forms.setdefault(form_of(values), len(self._forms))
+            known = self._form_of[id(values)] = values, number
+        return known[1]
+
     def bind(self, step: NodeStep) -> None:
         """Read an operator's arguments, once."""
-        if step.choice is not None:
+        if step.bound is not None:
             return
+        node, made = step.node, self.allocations.made
+        places: dict[int, int] = {}
+        memory = tuple(
+            [
+                (
+                    places.setdefault(each.allocation, len(places)),
+                    each.strides,
+                    each.flags,
+                    each.strides_known,
+                    not each.tensor.sizes and made[each.allocation],
+                )
+                for each in step.given.values()
+            ]
+        )
+        types = tuple([tensor.type_name for _position, tensor in node.outputs.tensors])
+        key = node.schema, self.form(node.inputs), memory, types, node.outputs.strided
+        step.bound = self._bound.get(key)
+        if step.bound is None:
+            step.bound = self._bound[key] = self._bind(step, places)
+        step.assumed += step.bound.assumed
+
+    def _bind(self, step: NodeStep, places: dict[int, int]) -> BoundCall:
         node = step.node
-        recorded = recorded_inputs(node.inputs, _OnAllocations(step.given))
-        step.choice, traced = self._choose(node.schema)
-        if step.choice.operator is None:
+        recorded = recorded_inputs(node.inputs, _OnAllocations(step.given, places))
+        choice, traced = self._choose(node.schema)
+        if choice.operator is None:
             other = self._operators.choose(operator_name(node.schema)[0], recorded)
             if other.operator is None:
-                return
+                return BoundCall(choice)
             traced = None
-            step.choice = replace(
+            choice = replace(
                 other,
                 assumed=(
                     *other.assumed,
@@ -193,29 +238,34 @@ class NodeCalls:
                     "one takes the recorded arguments",
                 ),
             )
-        assert step.choice.operator is not None
-        schema = step.choice.operator.schema
+        assert choice.operator is not None
+        schema = choice.operator.schema
         unknown: list[str] = []
         if traced is not None and self._differ(node.schema, traced, schema):
             recorded, unknown = _by_name(traced, schema, recorded)
-        step.binding = self._reader.bind(schema, recorded, by=BY)
-        step.binding.missing += unknown
+        binding = self._reader.bind(schema, recorded, by=BY)
+        binding.missing += unknown
         if len(recorded) > len((traced or schema).arguments):
-            step.binding.missing.append(
+            binding.missing.append(
                 f"{BY} has {len(recorded)} arguments, the operator takes {len((traced or schema).arguments)}"
             )
-        step.assumed += [
+        assumed = [
             f"{name}={value!r}: {BY} keeps six decimals"
-            for name, value in step.binding.arguments
+            for name, value in binding.arguments
             if isinstance(value, float) and rounded(value)
         ]
-        self._say_strides(step)
-        if not step.binding.missing:
-            self._numbers(step)
-        if not step.binding.missing:
-            impossible, doubtful = refusal(schema, self._trials.of(schema, step.binding.arguments))
-            step.binding.missing += [impossible] if impossible else []
-            step.assumed += [doubtful] if doubtful else []
+        assumed += _said_of_strides(step, binding, places)
+        if not binding.missing:
+            made = {places[each.allocation] for each in step.given.values() if self.allocations.made[each.allocation]}
+            assumed += self._numbers(node, choice, binding, made)
+        if not binding.missing:
+            impossible, doubtful = refusal(schema, self._trials.of(schema, binding.arguments))
+            binding.missing += [impossible] if impossible else []
+            assumed += [doubtful] if doubtful else []
+        bound = BoundCall(choice, binding, assumed)
+        if not binding.missing and not node.outputs.strided:
+            bound.returned = self._returned(choice, binding.arguments)
+        return bound
 
     def _differ(self, text: str, traced: torch.FunctionSchema, here: torch.FunctionSchema) -> bool:
         known = self._changed.get(text)
@@ -237,46 +287,10 @@ class NodeCalls:
             known = self._choices[text] = self._operators.by_schema(text), traced
         return known
 
-    def _say_strides(self, step: NodeStep) -> None:
-        """Note where the strides of the arguments come from: older traces have none, damaged ones impossible ones."""
-        lack = f"{BY} has none"
-        if step.node.inputs.strided:
-            if all(tensor.strides is not None for tensor in step.given):
-                return
-            lack = f"{BY} has impossible ones"
-        known: dict[Any, bool] = {
-            (each.allocation, each.tensor.sizes, each.strides, each.tensor.offset): each.strides_known
-            for each in step.given.values()
-            if each.tensor.strides is None
-        }
-        names: dict[str, set[str]] = {}
-        for name, spec in _specs(step.binding):
-            computed = known.get((spec.identity, spec.sizes, spec.strides, spec.offset))
-            if _strides_tell(spec) and computed is not None:
-                plain = spec.strides == contiguous(spec.sizes or ())
-                names.setdefault("computed" if computed else "contiguous" if plain else "alike", set()).add(name)
-        if "contiguous" in names:
-            step.assumed.append(f"strides of {', '.join(sorted(names['contiguous']))}: {lack}; contiguous")
-        if "alike" in names:
-            step.assumed.append(
-                f"strides of {', '.join(sorted(names['alike']))}: {lack}; those of another "
-                "tensor of these sizes on the same memory"
-            )
-        if "computed" in names:
-            step.assumed.append(
-                f"strides of tensors that operators before this one returned: {lack}; "
-                "computed by running the operators without data"
-            )
-
-    def _made(self, spec: TensorSpec) -> bool:
-        """Whether an earlier operator returned the memory of a tensor."""
-        return isinstance(spec.identity, int) and bool(self.allocations.made[spec.identity])
-
-    def _strides(self, step: NodeStep) -> list[tuple[int, ...] | None] | None:
+    @staticmethod
+    def _strides(step: NodeStep) -> list[tuple[int, ...] | None] | None:
         """Strides of everything an operator returned, inferred by running it without data; None if that fails."""
-        if step.choice is None or step.choice.operator is None or step.binding is None or step.binding.missing:
-            return None
-        returned = self._returned(step.choice, step.binding.arguments)
+        returned = step.bound.returned if step.bound is not None else None
         outputs = [tensor for _position, tensor in step.node.outputs.tensors]
         if returned is None or len(returned) != len(outputs):
             return None
@@ -284,12 +298,11 @@ class NodeCalls:
             spec.strides if spec.sizes == tensor.sizes else None for spec, tensor in zip(returned, outputs, strict=True)
         ]
 
-    def _numbers(self, step: NodeStep) -> None:
+    def _numbers(self, node: TraceNode, choice: OperatorChoice, binding: Binding, made: set[int]) -> list[str]:
         """Mark Python numbers: they reach operators as zero-dimensional tensors that do not participate in type
-        promotion, but look in a trace like tensors that do. If that matters, the recorded result shows it."""
-        binding, choice = step.binding, step.choice
-        assert binding is not None and choice is not None and choice.operator is not None
-        outputs = [dtype_of(tensor.type_name) for _position, tensor in step.node.outputs.tensors]
+        promotion, but look in a trace like tensors that do. If that matters, the recorded result shows it. Returns what
+        is assumed. `made`: the places of memory that an earlier operator returned."""
+        outputs = [dtype_of(tensor.type_name) for _position, tensor in node.outputs.tensors]
         candidates = [
             position
             for position, (_name, value) in enumerate(binding.arguments)
@@ -297,24 +310,25 @@ class NodeCalls:
             and value.sizes == ()
             and value.device == "cpu"
             and value.dtype in NUMBERS
-            and not self._made(value)
+            and value.identity not in made
         ]
         tensors = sum(isinstance(value, TensorSpec) for _name, value in binding.arguments)
         if not candidates or tensors < 2 or not outputs or outputs[0] is None:
-            return
+            return []
         if self._returns(choice, binding.arguments) in (None, outputs):
-            return
+            return []
         changed = list(binding.arguments)
         for position in candidates:
             name, spec = changed[position]
             changed[position] = name, replace(spec, dtype=outputs[0], number=True)
-        if self._returns(choice, changed) == outputs:
-            binding.arguments = changed
-            names = ", ".join(changed[position][0] for position in candidates)
-            step.assumed.append(
-                f"{names}: a Python number that was passed as a tensor; taken as {outputs[0].name}, "
-                "with which the result has its recorded dtype"
-            )
+        if self._returns(choice, changed) != outputs:
+            return []
+        binding.arguments = changed
+        names = ", ".join(changed[position][0] for position in candidates)
+        return [
+            f"{names}: a Python number that was passed as a tensor; taken as {outputs[0].name}, "
+            "with which the result has its recorded dtype"
+        ]
 
     def _returns(self, choice: OperatorChoice, arguments: Sequence[tuple[str, Any]]) -> list[DType | None] | None:
         returned = self._returned(choice, arguments)
@@ -326,6 +340,40 @@ class NodeCalls:
         assert choice.operator is not None
         given = [spec for _name, value in arguments for spec in _tensors(value)]
         return _returned(self._trials.of(choice.operator.schema, arguments), given)
+
+
+def _said_of_strides(step: NodeStep, binding: Binding, places: Mapping[int, int]) -> list[str]:
+    """Where the strides of the arguments come from: older traces have none, damaged ones impossible ones."""
+    lack = f"{BY} has none"
+    if step.node.inputs.strided:
+        if all(tensor.strides is not None for tensor in step.given):
+            return []
+        lack = f"{BY} has impossible ones"
+    known: dict[Any, bool] = {
+        (places[each.allocation], each.tensor.sizes, each.strides, each.tensor.offset): each.strides_known
+        for each in step.given.values()
+        if each.tensor.strides is None
+    }
+    names: dict[str, set[str]] = {}
+    for name, spec in _specs(binding):
+        computed = known.get((spec.identity, spec.sizes, spec.strides, spec.offset))
+        if _strides_tell(spec) and computed is not None:
+            plain = spec.strides == contiguous(spec.sizes or ())
+            names.setdefault("computed" if computed else "contiguous" if plain else "alike", set()).add(name)
+    said = []
+    if "contiguous" in names:
+        said.append(f"strides of {', '.join(sorted(names['contiguous']))}: {lack}; contiguous")
+    if "alike" in names:
+        said.append(
+            f"strides of {', '.join(sorted(names['alike']))}: {lack}; those of another "
+            "tensor of these sizes on the same memory"
+        )
+    if "computed" in names:
+        said.append(
+            f"strides of tensors that operators before this one returned: {lack}; "
+            "computed by running the operators without data"
+        )
+    return said
 
 
 def _returned(results: Results, given: Sequence[TensorSpec]) -> list[TensorSpec] | None:
@@ -375,10 +423,9 @@ def _shown_flags(flags: TensorFlag) -> str:
     return " and ".join(named) or "neither conjugated nor negated"
 
 
-def _specs(binding: Binding | None) -> list[tuple[str, TensorSpec]]:
+def _specs(binding: Binding) -> list[tuple[str, TensorSpec]]:
     """Every tensor of a call with the name of its argument."""
-    arguments = binding.arguments if binding is not None else ()
-    return [(name, spec) for name, value in arguments for spec in _tensors(value)]
+    return [(name, spec) for name, value in binding.arguments for spec in _tensors(value)]
 
 
 def _strides_tell(spec: TensorSpec) -> bool:

@@ -30,7 +30,7 @@ from ..common.json_stream import JsonStream
 from ..common.operators import Operators
 from ..common.options import ImportOptions
 from ..common.report import ImportReport, ReportEntry, most
-from ..common.synthesis import ImportedSession, Tensor, TracedStorage, imported_session, of_ranks
+from ..common.synthesis import ImportedSession, OpForm, Tensor, TracedStorage, imported_session, of_ranks
 from ..common.trace_files import Progress, RankTrace, others_note, rank_fields
 from ..rewrites.portable import Portable
 from ..rewrites.rewriting import Rewritten
@@ -49,7 +49,7 @@ from .nodes import (
     schema_version,
     world_said,
 )
-from .selection import ChosenNodes, NodeKind, NodeTable
+from .selection import NEVER_CHOSEN, ChosenNodes, NodeKind, NodeTable
 from .selection import MarkPath as MarkPath
 
 _KEPT_TENSORS = 10_000
@@ -78,6 +78,8 @@ class GraphWriter:
         self._communication: dict[int, TraceNode] = {}
         self._told: list[str] = []
         self._around: dict[str, Any] = {}
+        self._forms: dict[Any, tuple[OpForm, list[int]]] = {}
+        self._shown: dict[int, str] = {}
 
     def inside(self, node: TraceNode) -> None:
         """A node within a chosen one: the description of a collective comes before the operator that made it."""
@@ -158,7 +160,7 @@ class GraphWriter:
             raise Unknown("it reduces sparse tensors")
         named = str(given.get("group_name", facts.row.get("group", "")))
         said, assumed = self._collectives.parts(node.name, given | tensors, named)
-        self._enter(step, moment)
+        self._enter(step, {})
         if not node.name.startswith("c10d::"):
             said[1].outputs.extend(map(self._placed, step.returned.values()))
         landed = self._wait(self._collectives.meeting(said[1]), moment)
@@ -178,8 +180,8 @@ class GraphWriter:
 
     def _operator(self, step: NodeStep, moment: Moment) -> None:
         self._calls.bind(step)
-        choice, binding = step.choice, step.binding
-        assert choice is not None
+        assert step.bound is not None
+        choice, binding = step.bound.choice, step.bound.binding
         if choice.operator is None:
             self._unsupported(step, moment, choice.reason, choice.detail)
             return
@@ -190,30 +192,53 @@ class GraphWriter:
         self._told = []
         assumed = [*choice.assumed, *binding.assumed, *step.assumed]
         try:
-            arguments = [(name, self._value(step, value)) for name, value in binding.arguments]
-            results = self._results(step)
-            self._enter(step, moment)
-            for each in arguments:
-                if isinstance(each[1], TracedStorage):
-                    self._capture.enter(each[1], moment)
-            assumed += self._told
-            note: dict[str, Any] = {"import": "inferred" if assumed else "exact", **self._around}
-            kernel = choice.operator.kernel
-            rewritten = self._portable.rewrite(kernel, arguments, results) if self._portable is not None else None
-            if isinstance(rewritten, Rewritten):
-                ordinal = self._rewritten(rewritten, moment, assumed)
-                assumed.append(rewritten.note)
-            else:
-                if assumed:
-                    note["assumed"] = assumed
-                if isinstance(rewritten, str):
-                    note["not_rewritten"] = rewritten
-                    self._report.note(f"{kernel.qualified_name} stays as it is: {rewritten}")
-                ordinal = self._capture.op(kernel, arguments, results, moment, note)
+            ordinal = self._record(step, moment, assumed)
         except ValueError as error:
             self._unsupported(step, moment, "import_incomplete", str(error))
             return
         self._count(step, ordinal, assumed, choice.operator.overload, choice.operator.found)
+
+    def _record(self, step: NodeStep, moment: Moment, assumed: list[str]) -> int:
+        """Write an operator's call; what is assumed besides is added. Calls of one form differ in their memory alone.
+        Raises ValueError for what a record cannot hold."""
+        assert step.bound is not None and step.bound.binding is not None and step.bound.choice.operator is not None
+        placed = (*step.given.values(), *step.returned.values())
+        allocations = list(dict.fromkeys([each.allocation for each in placed]))
+        places = {each: place for place, each in enumerate(allocations)}
+        memory = tuple([(places[each.allocation], each.strides, each.flags) for each in step.returned.values()])
+        key = id(step.bound), self._calls.form(step.node.outputs), memory
+        known = self._forms.get(key)
+        if known is not None:
+            form, used = known
+            storages = [self._storage(allocations[place]) for place in used]
+            self._enter(step, places)
+            assumed += self._told
+            note: dict[str, Any] = {"import": "inferred" if assumed else "exact", **self._around}
+            return self._capture.repeat(form, storages, moment, note | ({"assumed": assumed} if assumed else {}))
+        arguments = [(name, self._value(step, value, allocations)) for name, value in step.bound.binding.arguments]
+        results = self._results(step)
+        self._enter(step, places)
+        given = [value for _name, value in arguments if isinstance(value, TracedStorage)]
+        for each in given:
+            self._capture.enter(each, moment)
+        assumed += self._told
+        note = {"import": "inferred" if assumed else "exact", **self._around}
+        kernel = step.bound.choice.operator.kernel
+        rewritten = self._portable.rewrite(kernel, arguments, results) if self._portable is not None else None
+        if isinstance(rewritten, Rewritten):
+            ordinal = self._rewritten(rewritten, moment, assumed)
+            assumed.append(rewritten.note)
+            return ordinal
+        if assumed:
+            note["assumed"] = assumed
+        if isinstance(rewritten, str):
+            note["not_rewritten"] = rewritten
+            self._report.note(f"{kernel.qualified_name} stays as it is: {rewritten}")
+        form, storages = self._capture.form(kernel, arguments, results)
+        if rewritten is None and not given:
+            of = {self._storages[each]: place for place, each in enumerate(allocations) if each in self._storages}
+            self._forms[key] = form, [of[each] for each in storages]
+        return self._capture.repeat(form, storages, moment, note)
 
     def _rewritten(self, rewritten: Rewritten, moment: Moment, assumed: list[str]) -> int:
         note = {
@@ -230,22 +255,28 @@ class GraphWriter:
         return ordinals[0] if ordinals else self._capture.records
 
     def _count(self, step: NodeStep, ordinal: int, assumed: list[str], overload: str, found: str) -> None:
-        shown = _signature(step.node)
-        told = tuple(assumed)
+        shown, told = self._signature(step.node), tuple(assumed)
         self._report.add(
             (step.node.schema, shown, told),
             lambda: ReportEntry(step.node.name, overload, "inferred" if told else "exact", shown, found, told),
             ordinal,
         )
 
+    def _signature(self, node: TraceNode) -> str:
+        form = self._calls.form(node.inputs)
+        shown = self._shown.get(form)
+        if shown is None:
+            shown = self._shown[form] = _signature(node)
+        return shown
+
     # ---------------------------------------------------------------------------------------------------------- values
 
-    def _value(self, step: NodeStep, value: Any) -> Any:
+    def _value(self, step: NodeStep, value: Any, allocations: Sequence[int]) -> Any:
         """A bound argument in the form that a record holds."""
         if isinstance(value, TensorSpec):
-            return self._tensor(value)
+            return self._tensor(value, allocations)
         if isinstance(value, list):
-            return [self._value(step, each) for each in value]
+            return [self._value(step, each, allocations) for each in value]
         if isinstance(value, DeviceName) and value.name is None:
             raise ValueError("a device argument whose device is not recorded")
         if value is RETURNED_STORAGE:
@@ -257,12 +288,12 @@ class GraphWriter:
         placed = next(iter(step.returned.values()), None)
         if placed is None:
             raise ValueError("a storage argument of an operator that returns no tensor")
-        return self._storage(placed.allocation, self._capture.device(placed.tensor.device))
+        return self._storage(placed.allocation)
 
-    def _tensor(self, spec: TensorSpec) -> Tensor:
-        if spec.dtype is None or spec.sizes is None or spec.strides is None:
+    def _tensor(self, spec: TensorSpec, allocations: Sequence[int]) -> Tensor:
+        if spec.dtype is None or spec.sizes is None or spec.strides is None or not isinstance(spec.identity, int):
             raise ValueError(f"a tensor of sizes {spec.sizes} whose dtype or strides are not recorded")
-        return self._view(spec.identity, spec.dtype, spec.sizes, spec.strides, spec.offset, spec.flags)
+        return self._view(allocations[spec.identity], spec.dtype, spec.sizes, spec.strides, spec.offset, spec.flags)
 
     def _view(
         self,
@@ -278,17 +309,19 @@ class GraphWriter:
         if tensor is None:
             device = self._capture.device(self._calls.allocations.devices[allocation])
             meta = TensorMeta(dtype, Layout.strided, device, sizes, strides, flags)
-            tensor = self._tensors[key] = Tensor(self._storage(allocation, device), meta, offset)
+            tensor = self._tensors[key] = Tensor(self._storage(allocation), meta, offset)
             if len(self._tensors) > _KEPT_TENSORS:
                 self._tensors.popitem(last=False)
         else:
             self._tensors.move_to_end(key)
         return tensor
 
-    def _storage(self, allocation: int, device: int) -> TracedStorage:
+    def _storage(self, allocation: int) -> TracedStorage:
         storage = self._storages.get(allocation)
         if storage is None:
-            storage = self._storages[allocation] = TracedStorage(int(self._calls.allocations.bytes[allocation]), device)
+            known = self._calls.allocations
+            device = self._capture.device(known.devices[allocation])
+            storage = self._storages[allocation] = TracedStorage(known.bytes[allocation], device)
         return storage
 
     def _results(self, step: NodeStep) -> list[Any]:
@@ -309,25 +342,22 @@ class GraphWriter:
 
     # --------------------------------------------------------------------------------------------------------- content
 
-    def _enter(self, step: NodeStep, moment: Moment) -> None:
-        """Give storages that nothing returned the content that the trace has for them."""
-        spans = step.node.integer_ranges()
-        arguments = step.binding.arguments if step.binding is not None else ()
-        bound = {
-            value.identity: value.dtype
-            for _name, value in arguments
-            if isinstance(value, TensorSpec) and value.dtype is not None
-        }
+    def _enter(self, step: NodeStep, places: Mapping[int, int]) -> None:
+        """Give storages that nothing returned the content that the trace has for them. `places` are those of the
+        allocations of the step, by which bound arguments name them."""
         for number, (_position, tensor) in enumerate(step.node.inputs.tensors):
             placed = step.given[tensor]
             storage = self._storages.get(placed.allocation)
+            if storage is None or storage.id or storage.origin is not StorageOrigin.absent:
+                continue
             dtype = dtype_of(tensor.type_name)
-            if storage is None or storage.id or dtype is None or storage.origin is not StorageOrigin.absent:
+            if dtype is None:
                 continue
             if self._calls.allocations.made[placed.allocation]:
                 storage.reason = "what returned it was not imported"
                 continue
-            found = self._content.find(step.node.id, number, placed, dtype, storage, spans.get(number))
+            span = step.node.integer_ranges().get(number)
+            found = self._content.find(step.node.id, number, placed, dtype, storage, span)
             certain = found is not None and found.origin is StorageOrigin.payload
             unseen = placed.allocation in self._calls.memory.unseen
             if found is None and unseen:
@@ -335,7 +365,14 @@ class GraphWriter:
                     f"the content of tensor {number} of the arguments was written unseen; synthesized at replay"
                 )
             elif found is None and like_number(tensor):
-                found = self._content.number(step.node.name, bound.get(placed.allocation, dtype), storage)
+                assert step.bound is not None and step.bound.binding is not None
+                bound = {
+                    value.identity: value.dtype
+                    for _name, value in step.bound.binding.arguments
+                    if isinstance(value, TensorSpec) and value.dtype is not None
+                }
+                dtype = bound.get(places[placed.allocation], dtype)
+                found = self._content.number(step.node.name, dtype, storage)
             if found is not None:
                 storage.origin, storage.content = found.origin, found.content
                 if not certain:
@@ -350,7 +387,7 @@ class GraphWriter:
         ordinal = self._capture.unsupported(
             reason, node.name, detail, moment, {"import": "incomplete", **self._around, **(more or {})}
         )
-        shown = _signature(node)
+        shown = self._signature(node)
         self._report.add(
             (node.schema or node.name, shown, reason, detail),
             lambda: ReportEntry(node.name, "", "incomplete", shown, reason=reason, detail=detail),
@@ -360,7 +397,7 @@ class GraphWriter:
     def _collective(self, step: NodeStep, moment: Moment) -> None:
         node = step.node
         described = node if node.name == "record_param_comms" else self._communication.get(node.thread)
-        facts = _Communication(described, self._groups, _signature(node))
+        facts = _Communication(described, self._groups, self._signature(node))
         tensors = [self._placed(each) for each in step.returned.values() or step.given.values()]
         if self._portable is not None and facts.alone and tensors:
             rewritten = self._portable.alone(node.name, facts.text, tensors)
@@ -545,7 +582,7 @@ class _Trace:
         self.time: str | None = None
         self.version = (0, 0, 0)
         self.problems: list[str] = []
-        self._nodes: list[TraceNode] = []
+        self._nodes: list[TraceNode | None] = []  # None: one that cannot become a call
         self.rank: int | None = None
         self.world_size = 1
         self.groups: dict[str, dict[str, Any]] = {}
@@ -559,6 +596,7 @@ class _Trace:
     def select(self, *, roots: bool) -> ChosenNodes:
         """Read it. Raises InvalidCapture if the file is not an execution trace."""
         skeleton = NodeTable(self.path)
+        known: dict[bytes, NodeValues] = {}
         entry = -1
         for key, value in self._rows():
             if key == "nodes":
@@ -566,12 +604,12 @@ class _Trace:
                 if not self.schema:
                     raise InvalidCapture(f"{self.path}: not an execution trace: its nodes come before a schema version")
                 try:
-                    node = node_of(value)
+                    node = node_of(value, known)
                 except ValueError as error:
                     self.problems.append(f"entry {entry} of the nodes was passed over: {error}")
                     continue
-                skeleton.add(node)
-                self._nodes.append(node)
+                kept = skeleton.add(node) not in NEVER_CHOSEN or node.name.startswith((*_TELLING, "aten::clone"))
+                self._nodes.append(node if kept else None)
                 if self.rank is None:
                     self.rank = rank_said(node)
                 if node.name == GROUPS:
@@ -596,7 +634,8 @@ class _Trace:
         found = [
             (node, position, position in chosen)
             for position, node in enumerate(self._nodes)
-            if position in chosen or (selection.inside(position) and node.name.startswith(_TELLING))
+            if node is not None
+            and (position in chosen or (selection.inside(position) and node.name.startswith(_TELLING)))
         ]
         return found if selection.ordered else list(_by_id(found, selection.before))
 

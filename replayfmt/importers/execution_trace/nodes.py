@@ -9,6 +9,7 @@ ranges of integer tensors if the program requested them.
 from __future__ import annotations
 
 import json
+import marshal
 import math
 import re
 import sys
@@ -66,6 +67,9 @@ class NodeValues(NamedTuple):
     tensors: list[tuple[int, TracedTensor]]
 
 
+_NO_ATTRIBUTES: Mapping[str, Any] = {}
+
+
 class TraceNode(NamedTuple):
     """One node. `schema` is "" if it is not an operator; `kernel_file` names a Triton kernel's source. `attributes` are
     those that have no field of their own."""
@@ -81,7 +85,7 @@ class TraceNode(NamedTuple):
     kernel_backend: str = ""
     kernel_file: str = ""
     forward: int = 0
-    attributes: Mapping[str, Any] = {}
+    attributes: Mapping[str, Any] = _NO_ATTRIBUTES
 
     def integer_ranges(self) -> dict[int, tuple[int, int]]:
         """Smallest and largest element of integer input tensors, by number among all input tensors."""
@@ -107,8 +111,9 @@ _OWN_ATTRIBUTES: dict[str, Any] = {
 }
 
 
-def node_of(row: Any) -> TraceNode:
-    """A node from its JSON object. Raises ValueError if it is not one, or lacks a required field."""
+def node_of(row: Any, known: dict[bytes, NodeValues] | None = None) -> TraceNode:
+    """A node from its JSON object. `known` has values that other nodes had, which are made once. Raises ValueError if
+    it is not one, or lacks a required field."""
     if not isinstance(row, dict):
         raise ValueError(f"it is not an object: {json.dumps(row)[:60]}")
     try:
@@ -123,12 +128,12 @@ def node_of(row: Any) -> TraceNode:
                 _number(thread),
                 _number(scope),
                 sys.intern(str(schema)),
-                _grouped(row["inputs"]),
-                _grouped(row["outputs"]),
+                _grouped(row["inputs"], known),
+                _grouped(row["outputs"], known),
                 sys.intern(str(backend)),
                 sys.intern(str(kernel_file)),
                 forward if isinstance(forward, int) and 0 <= forward < _LIMIT else 0,
-                said if any(said.values()) else {},
+                said if any(said.values()) else _NO_ATTRIBUTES,
             )
         return TraceNode(
             _number(row["id"]),
@@ -220,8 +225,33 @@ def _number(value: Any) -> int:
     return value
 
 
-def _grouped(group: Mapping[str, Any]) -> NodeValues:
-    return _values(group["values"], group["shapes"], group["types"], group.get("strides"))
+_MOST_KNOWN = 1 << 14
+
+
+def _grouped(group: Mapping[str, Any], known: dict[bytes, NodeValues] | None) -> NodeValues:
+    said = group["values"], group["shapes"], group["types"], group.get("strides")
+    if known is None:
+        return _values(*said)
+    key = marshal.dumps(said, 2)
+    found = known.get(key)
+    if found is None:
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        found = known[key] = _values(*said)
+    return found
+
+
+def form_of(values: NodeValues) -> bytes:
+    """What tells these values from others, besides the ids and addresses of tensors: which of them are the same is
+    told."""
+    numbers: dict[TracedTensor, int] = {}
+
+    def form(value: Any) -> Any:
+        if type(value) is not TracedTensor:
+            return [form(each) for each in value] if isinstance(value, list) else value
+        return (numbers.setdefault(value, len(numbers)), *value[2:]) if value.device else tuple(value)
+
+    return marshal.dumps((values.types, values.strided, form(values.values)), 2)
 
 
 def _values(values: Any, shapes: Any, types: Any, strides: Any) -> NodeValues:
@@ -229,22 +259,33 @@ def _values(values: Any, shapes: Any, types: Any, strides: Any) -> NodeValues:
     strides = None if strides is None else list(strides)
     names, places = _kinds(tuple(map(str, types)))
     tensors: list[tuple[int, TracedTensor]] = []
-    for position, kind in places:
-        if position < len(found):
-            each = _read(found[position], _at(shapes, position), _at(strides, position), kind)
-            found[position] = each
-            if type(each) is TracedTensor:
-                if each.device:
-                    tensors.append((position, each))
-            elif isinstance(each, list):
-                tensors += ((position, one) for one in _defined(each))
+    for position, kind, tensor_type in places:
+        if position >= len(found):
+            continue
+        value, sizes, steps = found[position], _at(shapes, position), _at(strides, position)
+        if tensor_type is None:
+            found[position] = several = _read(value, sizes, steps, kind)
+            if isinstance(several, list):
+                tensors += ((position, one) for one in _defined(several))
+            continue
+        tensor = traced_tensor(value, sizes, steps, tensor_type)
+        if tensor is not None:
+            found[position] = tensor
+            if tensor.device:
+                tensors.append((position, tensor))
     return NodeValues(found, names, strides is not None, tensors)
 
 
 @lru_cache(maxsize=4096)
-def _kinds(names: tuple[str, ...]) -> tuple[tuple[str, ...], list[tuple[int, str]]]:
-    """The types of a node's values, made once, and those of them that have tensors, with their positions."""
-    return names, [(position, name) for position, name in enumerate(names) if "Tensor" in name]
+def _kinds(names: tuple[str, ...]) -> tuple[tuple[str, ...], list[tuple[int, str, str | None]]]:
+    """The types of a node's values, made once, and those of them that have tensors, with their positions, and that of
+    its elements where a value is one."""
+    places: list[tuple[int, str, str | None]] = []
+    for position, name in enumerate(names):
+        if "Tensor" in name:
+            head, inner = wrapped(name)
+            places.append((position, name, None if head != "Tensor" else inner[0] if inner else ""))
+    return names, places
 
 
 def _read(value: Any, sizes: Any, strides: Any, kind: str) -> Any:
@@ -300,10 +341,10 @@ def traced_tensor(value: object, sizes: object, strides: object, type_name: str)
     """A tensor made from its six numbers; None if they do not describe a tensor."""
     if not isinstance(value, list) or len(value) != _TENSOR_FIELDS or not isinstance(value[5], str):
         return None
-    if not set(map(type, value[:5])) <= _INTEGER:
+    if not isinstance(sizes, list) or not set(map(type, (*value[:5], *sizes))) <= _INTEGER:
         return None
-    shape = _integers(sizes)
-    return None if shape is None else _tensor_of(tuple(value), shape, _integers(strides), type_name)
+    known = isinstance(strides, list) and set(map(type, strides)) <= _INTEGER
+    return _tensor_of(tuple(value), tuple(sizes), tuple(strides) if known else None, type_name)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1 << 14)
@@ -311,21 +352,15 @@ def _tensor_of(
     value: tuple[Any, ...], shape: tuple[int, ...], step: tuple[int, ...] | None, type_name: str
 ) -> TracedTensor | None:
     """Made once: each tensor stands at several places of a trace, and each place is read several times."""
-    if min(value[:5]) < 0 or max(value[:5]) >= _LIMIT:
-        return None
-    if step is not None and len(step) != len(shape):
-        step = None
     number, storage, offset, elements, item_bytes, device = value
+    if min(*value[:5], *shape) < 0 or max(value[:5]) >= _LIMIT:
+        return None
+    if step is not None and (len(step) != len(shape) or min(step, default=0) < 0):
+        step = None
     tensor = TracedTensor(number, storage, offset, elements, item_bytes, device, shape, step, type_name)
     if device and elements != math.prod(shape):
         return None
     return tensor if tensor.end(contiguous(shape) if step is None else step) < _LIMIT else None
-
-
-def _integers(values: object) -> tuple[int, ...] | None:
-    if not isinstance(values, list) or not set(map(type, values)) <= _INTEGER or (values and min(values) < 0):
-        return None
-    return tuple(values)
 
 
 def _at(values: Any, index: int) -> Any:

@@ -35,6 +35,9 @@ class KeptCopies:
 
     def add(self, position: int, node: TraceNode) -> None:
         """Add the next node of the trace: children come before their parent."""
+        copies = self._under.pop(node.id, None)
+        if copies is None and not self._waiting and node.name != "aten::clone":
+            return  # nearly always
         given = [tensor for _position, tensor in node.inputs.tensors]
         if self._waiting:
             taken = {(each.device, each.storage) for each in given}
@@ -49,7 +52,6 @@ class KeptCopies:
         returned = [tensor for _position, tensor in node.outputs.tensors]
         if node.name == "aten::clone" and given and returned:
             self._under.setdefault(node.parent, []).append((position, given[0], returned[0]))
-        copies = self._under.pop(node.id, None)
         if copies and given and operator_name(node.schema)[0].endswith("_"):
             for copy, source, made in copies:
                 if (source.storage, source.sizes) == (given[0].storage, given[0].sizes):
@@ -136,6 +138,7 @@ def kind_of(node: TraceNode) -> NodeKind:
 
 
 _WORK = frozenset({NodeKind.operator, NodeKind.collective, NodeKind.triton})
+NEVER_CHOSEN = frozenset({NodeKind.container, NodeKind.mark, NodeKind.idle})
 MarkPath = tuple[tuple[int, str], ...]
 _MOST_AROUND = 64  # marks, and wrappers, around one node; in real traces there are fewer than ten
 
@@ -232,8 +235,8 @@ class NodeTable:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def add(self, node: TraceNode) -> None:
-        """Add the next node of the trace."""
+    def add(self, node: TraceNode) -> NodeKind:
+        """Add the next node of the trace. Returns its kind, looked at by itself."""
         kind = kind_of(node)
         self._kept.add(len(self._ids), node)
         self._ids.append(node.id)
@@ -261,6 +264,7 @@ class NodeTable:
                 self._made.extend(storage for storage in returned if storage not in given)
         self._made_first.append(len(self._made))
         self._out_first.append(len(self._out))
+        return kind
 
     def _name(self, text: str) -> int:
         number = self._name_ids.get(text)
