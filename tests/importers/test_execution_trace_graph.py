@@ -84,6 +84,21 @@ def test_a_composite_gives_way_to_what_it_called(tmp_path: Path) -> None:
     assert graph(tmp_path, trace).names == ["aten::t", "aten::mm"]
 
 
+def test_calls_that_are_alike_keep_their_own_memory(tmp_path: Path) -> None:
+    trace = Written()
+    x, y = Traced(10, 20, [4, 4]), Traced(11, 21, [4, 4])
+    for number, pair in enumerate(([x, x], [x, y], [y, x], [x, x])):
+        trace.node("aten::mm", MM, pair, [Traced(30 + number, 40 + number, [4, 4])])
+    trace.node("aten::add_", ADD_, [x, y, 1], [x])
+    trace.node("aten::add_", ADD_, [y, x, 1], [y])
+    found = graph(tmp_path, trace)
+    taken = [[each.storage for each in found.tensors(place)] for place in range(6)]
+    first, second = taken[1]
+    assert taken == [[first] * 2, [first, second], [second, first], [first] * 2, [first, second], [second, first]]
+    made = [found.tensors(place, results=True)[0].storage for place in range(6)]
+    assert len({first, second, *made[:4]}) == 6 and made[4:] == [first, second]
+
+
 def test_a_composite_whose_result_nothing_below_it_made_stands_for_itself(tmp_path: Path) -> None:
     trace = Written()
     trace.node("aten::t", T, [Traced(11, 21, [4, 3])], [Traced(12, 21, [3, 4], strides=[1, 3])], parent=900)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,3 +98,25 @@ def test_a_written_trace_is_not_hostile(tmp_path: Path) -> None:
     trace = Written()
     trace.node("aten::relu", RELU, [Traced(10, 20, [4])], [Traced(11, 21, [4])])
     assert import_execution_trace(trace.save(tmp_path / "t.json"), tmp_path / "o.opreplay").calls()["exact"] == 1
+
+
+def test_nodes_of_nothing_take_little_memory(tmp_path: Path) -> None:
+    count, trace = 20_000, Written()
+    x = Traced(10, 20, [4, 4])
+    trace.node("aten::mm", MM, [x, x], [Traced(11, 21, [4, 4])])
+    text = json.loads(trace.save(tmp_path / "t.json").read_text())
+    nothing = {"values": [], "shapes": [], "types": []}
+    text["nodes"] += [
+        {"id": number, "name": "", "ctrl_deps": 2, "inputs": nothing, "outputs": nothing, "attrs": []}
+        for number in range(1000, 1000 + count)
+    ]
+    (tmp_path / "t.json").write_text(json.dumps(text))
+    import_execution_trace(tmp_path / "t.json", tmp_path / "warm.opreplay")
+    tracemalloc.start()
+    try:
+        report = import_execution_trace(tmp_path / "t.json", tmp_path / "out.opreplay")
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert report.counts["nodes"] == count + 3 - 1 and report.counts["taken"] == 1
+    assert most < 500 * count

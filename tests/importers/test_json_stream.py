@@ -289,6 +289,15 @@ def test_a_tar_header_of_any_length_is_not_read_whole(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
+@pytest.mark.parametrize("name", ["empty.tar", "empty.tar.gz"])
+def test_an_archive_of_nothing_is_called_so(name: str, tmp_path: Path) -> None:
+    tarfile.open(tmp_path / name, "w:gz" if name.endswith("gz") else "w").close()
+    with pytest.raises(InvalidCapture, match=r"begins with 512 zero bytes: an empty tar archive"):
+        import_trace(tmp_path / name, tmp_path / "out.opreplay")
+    with pytest.raises(InvalidCapture, match=r"begins with 512 zero bytes: an empty tar archive"):
+        import_trace(tmp_path / name, tmp_path / "out.opreplay", rank=0)
+
+
 def test_a_trace_of_one_endless_entry_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_stream, "_LONGEST_ENTRY", MILLION)
     path = packed(tmp_path / "t.json.gz", b'{"traceEvents": [{"name": "', (b"a" * MILLION, 4))

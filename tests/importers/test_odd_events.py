@@ -111,6 +111,19 @@ def test_times_of_more_digits_than_a_double_has_are_exact(quote: str, imported: 
     assert [record.start_ns for record in imported(path).of("op")] == [0, 2_122]
 
 
+def test_a_trace_whose_later_times_need_more_digits_has_each_event_once(imported: Import) -> None:
+    early, late = 8_796_093_022_200.5, 8_796_093_022_300.25  # 2**43 is in between
+    events = [
+        op("aten::mm", early, 2.5, MM),
+        without(op("aten::relu", late, 0, RELU), "dur") | {"ph": "B"},
+        {"ph": "E", "name": "aten::relu", "pid": 10, "tid": 1, "ts": late + 0.75},
+    ]
+    result = imported(events)
+    assert result.ops == ["aten::mm.default", "aten::relu.default"] and result.report.counts["events"] == 2
+    assert [record.start_ns for record in result.of("op")] == [0, 99_750]
+    assert [record.duration_ns for record in result.of("op")] == [2500, 750]
+
+
 def test_documents_that_follow_each_other_are_read_as_one_and_told(imported: Import, tmp_path: Path) -> None:
     path = tmp_path / "two.json"
     one = json.dumps({"traceEvents": [op("aten::mm", 10, 5, MM)]})

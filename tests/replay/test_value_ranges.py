@@ -42,9 +42,16 @@ def _in_place(mask: torch.Tensor) -> torch.Tensor:
     return F.embedding(torch.cat([places, places.flip(0)]), TABLE)
 
 
+def _found_and_bounded(ends: torch.Tensor) -> torch.Tensor:
+    sums = ends * ends
+    bounded = (sums * torch.randint(-(2**40), 2**40, (3,)).bitwise_xor(sums)).clamp(0, 19)
+    return F.embedding(torch.searchsorted(sums, torch.arange(19)), TABLE) + F.embedding(bounded, TABLE).sum()
+
+
 @pytest.mark.parametrize(
     ("program", "content", "expected"),
     [
+        (_found_and_bounded, torch.tensor([2, 3, 4]), 1),
         (_counted_positions, torch.ones(2, 8, dtype=torch.long), 1),
         (_kept_or_padded, torch.tensor(5), 0),
         (_in_place, torch.ones(2, 8, dtype=torch.long), 1),

@@ -343,11 +343,22 @@ def permuted(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
 
 
 def unpermuted(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    """The weighted sum of what each token's experts made, which stand sorted by expert."""
+    """The weighted sum of what each token's experts made, which stand sorted by expert. Rows behind those of the last
+    expert are of experts elsewhere, and count nothing. vLLM's older operator names the places choice by choice."""
     weights, target = given["topk_weights"], given["hidden_states"]
-    places = calls.one("aten::reshape", self=given["inv_permuted_idx"], shape=[-1])
+    tokens, chosen = weights.meta.sizes
+    begins, places = given.get("expert_first_token_offset"), given.get("inv_permuted_idx")
+    if places is None:
+        places = calls.one("aten::reshape", self=given["src_row_id2dst_row_id_map"], shape=[chosen, tokens])
+        places = calls.one("aten::transpose.int", self=places, dim0=0, dim1=1)
+    places = calls.one("aten::reshape", self=places, shape=[-1])
     rows = calls.one("aten::index_select", self=calls.single(given["permuted_hidden_states"]), dim=0, index=places)
-    rows = calls.one("aten::reshape", self=rows, shape=[*weights.meta.sizes, -1])
+    if begins is not None:
+        end = calls.slice(begins, 0, begins.meta.sizes[0] - 1, begins.meta.sizes[0])
+        here = calls.one("aten::unsqueeze", self=calls.one("aten::lt.Tensor", self=places, other=end), dim=1)
+        nothing = calls.one("aten::zeros_like", self=rows)
+        rows = calls.one("aten::where.self", condition=here, self=rows, other=nothing)
+    rows = calls.one("aten::reshape", self=rows, shape=[tokens, chosen, -1])
     rows = calls.times(rows, calls.one("aten::unsqueeze", self=calls.single(weights), dim=-1))
     calls.write(target, calls.one("aten::sum.dim_IntList", self=rows, dim=[1]))
 

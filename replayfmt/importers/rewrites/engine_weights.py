@@ -1,12 +1,18 @@
-"""Weights of 4 and 8 bits packed into words, as AWQ, GPTQ, Marlin and Machete keep them. Compositions for engines.py.
+"""Weights of 4 and 8 bits packed into words, as AWQ, GPTQ, Marlin and Machete keep them, and numbers of NVFP4.
+Compositions for engines.py.
 
 A weight is (q - z) * s, with a zero point z and a scale s for each column and group of rows. In shuffled words the
 elements with even places come first, so that kernels unpack two at a time. Marlin's words hold tiles in the order in
 which threads multiply them (`get_weight_perm` and `get_scale_perms` of vLLM's marlin_utils).
+
+NVFP4 are numbers of four bits, two in a byte, of which each 16 along a row share a scale as float8. Scales are in the
+order in which products read them: tiles of 128 rows and 4 groups, and in a tile the rows 0, 32, 64, 96, 1, 33 and so
+on.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -292,6 +298,80 @@ def machete_product(calls: RewrittenCalls, given: Given, results: Recorded) -> N
     calls.fill((results or [None])[0], calls.cast(product, dtype))
 
 
+# -------------------------------------------------------------------------------------------------------------- NVFP4
+
+_GROUP, _SCALE_ROWS, _SCALE_GROUPS = 16, 128, 4
+_LARGEST_FLOAT4 = 6.0
+# Above which a magnitude has the next code, and whether already there: rounding is to the nearest, ties to even.
+_STEPS = ((0.25, "gt"), (0.75, "ge"), (1.25, "gt"), (1.75, "ge"), (2.5, "gt"), (3.5, "ge"), (5.0, "gt"))
+
+
+def _float4_bytes(calls: RewrittenCalls, data: Tensor) -> Tensor:
+    """The codes of numbers [rows, columns], two in a byte, the first in its lower half."""
+    rows, columns = data.meta.sizes
+    size = calls.one("aten::abs", self=data)
+    steps = [calls.one(f"aten::{how}.Scalar", self=size, other=least) for least, how in _STEPS]
+    codes = calls.one("aten::sum.dim_IntList", self=calls.one("aten::stack", tensors=steps, dim=0), dim=[0])
+    sign = calls.one("aten::mul.Scalar", self=calls.one("aten::lt.Scalar", self=data, other=0), other=8)
+    codes = calls.one("aten::view", self=calls.one("aten::add.Tensor", self=codes, other=sign), size=[rows, -1, 2])
+    halves = [calls.one("aten::select.int", self=codes, dim=2, index=place) for place in range(2)]
+    upper = calls.one("aten::mul.Scalar", self=halves[1], other=16)
+    return calls.cast(calls.one("aten::add.Tensor", self=halves[0], other=upper), DType.uint8)
+
+
+def float4_quantize(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+    """A group's scale is its largest magnitude over that of the format, times the global scale, as float8."""
+    data, factor = calls.single(given["input"]), given["input_scale"]
+    rows, columns = data.meta.sizes
+    groups = calls.one("aten::view", self=data, size=[rows, columns // _GROUP, _GROUP])
+    most = calls.one("aten::amax", self=calls.one("aten::abs", self=groups), dim=[-1])
+    scales = calls.times(calls.one("aten::mul.Scalar", self=most, other=1 / _LARGEST_FLOAT4), factor)
+    scales = calls.cast(calls.one("aten::clamp", self=scales, min=None, max=448.0), DType.float8_e4m3fn)
+    back = calls.one("aten::div.Tensor", self=factor, other=calls.single(scales))
+    some = calls.one("aten::gt.Scalar", self=calls.single(scales), other=0)
+    back = calls.one("aten::where.self", condition=some, self=back, other=calls.one("aten::zeros_like", self=back))
+    scaled = calls.times(groups, calls.one("aten::unsqueeze", self=back, dim=-1))
+    codes = _float4_bytes(calls, calls.one("aten::view", self=scaled, size=[rows, columns]))
+    order = calls.one("aten::view.dtype", self=scales, dtype=DType.uint8)
+    if given.get("is_sf_swizzled_layout", True):
+        below, right = -rows % _SCALE_ROWS, -(columns // _GROUP) % _SCALE_GROUPS
+        order = calls.one("aten::constant_pad_nd", self=order, pad=[0, right, 0, below], value=0)
+        tall, wide = order.meta.sizes
+        parts = [tall // _SCALE_ROWS, 4, 32, wide // _SCALE_GROUPS, _SCALE_GROUPS]
+        order = _ordered(calls, order, parts, [0, 3, 2, 1, 4], [tall, wide])
+    targets = [given.get("output"), given.get("output_scale")]
+    for place, content in enumerate((codes, order)):
+        target = targets[place] if targets[place] is not None else (results or [None, None])[place]
+        if not isinstance(target, Tensor):
+            continue
+        content = calls.one("aten::view.dtype", self=content, dtype=target.meta.dtype)
+        content = calls.one("aten::reshape", self=content, shape=list(target.meta.sizes))
+        if targets[place] is not None:
+            calls.write(target, content)
+        else:
+            calls.fill(target, content)
+
+
+def _float4_numbers(calls: RewrittenCalls, codes: Tensor, scales: Tensor) -> Tensor:
+    """Numbers [rows, columns] times their scales, which are in the order of products, in float32."""
+    rows, columns = codes.meta.sizes[0], codes.meta.sizes[1] * 2
+    tall, wide = (-(-rows // _SCALE_ROWS) * _SCALE_ROWS, -(-columns // (_GROUP * _SCALE_GROUPS)) * _SCALE_GROUPS)
+    order = calls.one("aten::view.dtype", self=scales, dtype=DType.float8_e4m3fn)
+    if columns % _GROUP or tall * wide != math.prod(order.meta.sizes):
+        raise CannotRewrite(f"scales of {list(scales.meta.sizes)} for {rows} rows of {columns} numbers")
+    parts = [tall // _SCALE_ROWS, wide // _SCALE_GROUPS, 32, 4, _SCALE_GROUPS]
+    order = _ordered(calls, calls.single(order), parts, [0, 3, 2, 1, 4], [tall, wide])
+    order = calls.slice(calls.slice(order, 0, 0, rows), 1, 0, columns // _GROUP)
+    order = calls.one("aten::repeat_interleave.self_int", self=order, repeats=_GROUP, dim=1)
+    return calls.times(_float4(calls, unpacked(calls, codes, 1, 4)), order)
+
+
+def float4_product(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    one, other = (_float4_numbers(calls, given[name], given[f"block_scale_{name}"]) for name in ("a", "b"))
+    product = calls.times(calls.one("aten::linear", input=one, weight=other), given["alpha"])
+    calls.write(given["out"], product)
+
+
 # -------------------------------------------------------------------------------------------------------------- table
 
 _AWQ_WEIGHT = "Tensor _kernel, Tensor _scaling_factors, Tensor _zeros"
@@ -329,6 +409,25 @@ _MARLIN_EXPERTS = tuple(
 )
 # By operator: its rule, and its schemas without the name, one for each order of arguments that versions have.
 TABLE: dict[str, tuple[Any, ...]] = {
+    **{
+        f"{library}::{name}": (rule, *schemas)
+        for library in ("_C", "sgl_kernel")
+        for name, rule, *schemas in (
+            (
+                "scaled_fp4_quant",
+                float4_quantize,
+                "(Tensor(a!) output, Tensor input, Tensor(b!) output_scale, Tensor input_scale) -> ()",
+                "(Tensor(a!) output, Tensor input, Tensor(b!) output_scale, Tensor input_scale, "
+                "bool is_sf_swizzled_layout) -> ()",
+                "(Tensor input, Tensor input_scale, bool is_sf_swizzled_layout) -> (Tensor, Tensor)",
+            ),
+            (
+                "cutlass_scaled_fp4_mm",
+                float4_product,
+                "(Tensor(a!) out, Tensor a, Tensor b, Tensor block_scale_a, Tensor block_scale_b, Tensor alpha) -> ()",
+            ),
+        )
+    },
     "_C::awq_dequantize": (
         renamed(awq_dequantize, _AWQ_NAMES),
         f"({_AWQ_WEIGHT}, int split_k_iters, int thx, int thy) -> Tensor",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from .engine_adapters import TABLE as ADAPTERS
 from .engine_attention import (
     attention_of_a_step,
     cache_of_a_step,
@@ -64,6 +65,7 @@ from .engine_layers import (
 )
 from .engine_sparse import TABLE as SPARSE
 from .engine_sparse import chosen_attention, concat_and_cache, latent_decode
+from .engine_states import TABLE as STATES
 from .engine_weights import TABLE as WEIGHTS
 from .rewriting import renamed
 
@@ -539,6 +541,8 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         unpermuted,
         "(Tensor permuted_hidden_states, Tensor topk_weights, Tensor inv_permuted_idx, "
         "Tensor? expert_first_token_offset, int topk, Tensor(a!) hidden_states) -> ()",
+        "(Tensor permuted_hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor src_row_id2dst_row_id_map, "
+        "Tensor expert_first_token_offset, int n_expert, int n_local_expert, int topk, Tensor(a!) hidden_states) -> ()",
     ),
     **{
         f"{library}::shuffle_rows": (shuffled_rows, "(Tensor input, Tensor map, Tensor(a!) output) -> ()")
@@ -591,6 +595,8 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     ),
     **WEIGHTS,
     **SPARSE,
+    **STATES,
+    **ADAPTERS,
     "vllm::rocm_unquantized_gemm": (
         product("x", "weight", by_rows=True),
         "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",

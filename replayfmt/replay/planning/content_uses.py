@@ -590,8 +590,13 @@ def result_range(call: Call, range_of: RangeOf, index: int) -> ValueRange | None
             return ValueRange(0, other.high - 1)
         case "cumsum" | "sum" if one is not None:
             return _summed(call, one)
-        case "clamp" if one is not None:
+        case "searchsorted" | "bucketize":
+            sequence = call.tensor("sorted_sequence") or call.tensor("boundaries")
+            return ValueRange(0, sequence.sizes[-1]) if sequence is not None and sequence.sizes else None
+        case "clamp":
             least, most = range_of(call.arguments.get("min")), range_of(call.arguments.get("max"))
+            if one is None:
+                return None if least is None or most is None else ValueRange(min(least.low, most.low), most.high)
             if least is None or most is None or least.low <= most.high:
                 lowest = one.low if least is None else max(one.low, least.low)
                 return ValueRange(lowest, max(lowest, one.high if most is None else min(one.high, most.high)))
