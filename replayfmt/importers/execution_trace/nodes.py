@@ -9,7 +9,6 @@ ranges of integer tensors if the program requested them.
 from __future__ import annotations
 
 import json
-import marshal
 import math
 import re
 import sys
@@ -111,7 +110,7 @@ _OWN_ATTRIBUTES: dict[str, Any] = {
 }
 
 
-def node_of(row: Any, known: dict[bytes, NodeValues] | None = None) -> TraceNode:
+def node_of(row: Any, known: dict[str, NodeValues] | None = None) -> TraceNode:
     """A node from its JSON object. `known` has values that other nodes had, which are made once. Raises ValueError if
     it is not one, or lacks a required field."""
     if not isinstance(row, dict):
@@ -228,11 +227,11 @@ def _number(value: Any) -> int:
 _MOST_KNOWN = 1 << 14
 
 
-def _grouped(group: Mapping[str, Any], known: dict[bytes, NodeValues] | None) -> NodeValues:
+def _grouped(group: Mapping[str, Any], known: dict[str, NodeValues] | None) -> NodeValues:
     said = group["values"], group["shapes"], group["types"], group.get("strides")
     if known is None:
         return _values(*said)
-    key = marshal.dumps(said, 2)
+    key = repr(said)
     found = known.get(key)
     if found is None:
         if len(known) >= _MOST_KNOWN:
@@ -241,7 +240,7 @@ def _grouped(group: Mapping[str, Any], known: dict[bytes, NodeValues] | None) ->
     return found
 
 
-def form_of(values: NodeValues) -> bytes:
+def form_of(values: NodeValues) -> str:
     """What tells these values from others, besides the ids and addresses of tensors: which of them are the same is
     told."""
     numbers: dict[TracedTensor, int] = {}
@@ -251,7 +250,7 @@ def form_of(values: NodeValues) -> bytes:
             return [form(each) for each in value] if isinstance(value, list) else value
         return (numbers.setdefault(value, len(numbers)), *value[2:]) if value.device else tuple(value)
 
-    return marshal.dumps((values.types, values.strided, form(values.values)), 2)
+    return repr((values.types, values.strided, form(values.values)))
 
 
 def _values(values: Any, shapes: Any, types: Any, strides: Any) -> NodeValues:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import marshal
 import math
 import re
 from array import array
@@ -390,7 +389,7 @@ class TraceEvents:
         arguments = event.get("args") or {}
         name = str(event["name"])
         start = nanoseconds(event["ts"])
-        said = name, annotation, _frozen({each: value for each, value in arguments.items() if each in _KIND_FIELDS})
+        said = name, annotation, repr({each: value for each, value in arguments.items() if each in _KIND_FIELDS})
         number = self._kind_ids.get(said)
         if number is None:
             number = self._kind_ids[said] = self.kind_number(_op_kind(name, annotation, arguments))
@@ -465,7 +464,7 @@ class TraceEvents:
         if duration < 0:
             self.problems[f"of category {category} have no duration, or an impossible one; it is not known"] += 1
         name = str(event["name"])
-        said = name, category, _frozen({each: value for each, value in arguments.items() if each not in _LINKS})
+        said = name, category, repr({each: value for each, value in arguments.items() if each not in _LINKS})
         number = self._work_ids.get(said)
         if number is None:
             kind = WorkKind(
@@ -555,14 +554,6 @@ def integer(value: Any) -> int:
     except (TypeError, ValueError, OverflowError):
         return -1
     return number if 0 <= number < 1 << 62 else -1
-
-
-def _frozen(values: dict[str, Any]) -> bytes | str:
-    """What distinguishes these values from others. Numbers with their digits are nothing that marshal knows."""
-    try:
-        return marshal.dumps(values, 2)
-    except ValueError:
-        return repr(values)
 
 
 def _external(arguments: dict[str, Any]) -> int:
