@@ -5,7 +5,7 @@ Payloads are content-addressed: large ones are written at once, small ones are c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -39,6 +39,11 @@ from .output import Output
 Buffer = bytes | bytearray | memoryview
 
 _COMPRESSED_KINDS = frozenset({FrameKind.tables, FrameKind.records})
+_COMPRESSED_BYTES = 256 << 10  # of a frame at once
+
+
+def _compressor() -> zstandard.ZstdCompressor:
+    return zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False)
 
 
 class FrameOutput:
@@ -50,7 +55,6 @@ class FrameOutput:
         self._minor = minor
         self._rows = bytearray()
         self._definitions = {0: [0, 0], FLAG_CONSOLIDATED: [0, 0]}  # stored and raw bytes by flags
-        self._compressor = zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False)
         self.next_ordinal = 0
         self.next_storage = 1
 
@@ -67,11 +71,31 @@ class FrameOutput:
                 self._count_definitions(int(row["flags"]), int(row["stored_bytes"]), int(row["raw_bytes"]))
         self.next_ordinal, self.next_storage = next_ordinal, next_storage
 
-    def write(self, kind: FrameKind, body: Buffer, *, count: int = 0, flags: int = 0, storages: int = 0) -> None:
-        """Append a frame. `count` records and `storages` are what it adds to the capture. Raises CaptureFailed."""
+    @staticmethod
+    def compress(body: memoryview) -> Generator[None, None, bytes]:
+        """A frame's body compressed; yields between parts of the work."""
+        compressing = _compressor().compressobj(size=len(body))  # of its own: others may be written meanwhile
+        parts = []
+        for begin in range(0, len(body), _COMPRESSED_BYTES):
+            yield
+            parts.append(compressing.compress(body[begin : begin + _COMPRESSED_BYTES]))
+        return b"".join((*parts, compressing.flush()))
+
+    def write(
+        self,
+        kind: FrameKind,
+        body: Buffer,
+        compressed: bytes | None = None,
+        *,
+        count: int = 0,
+        flags: int = 0,
+        storages: int = 0,
+    ) -> None:
+        """Append a frame, of which the writer may have `compressed` the body. `count` records and `storages` are what
+        it adds to the capture. Raises CaptureFailed."""
         stored, codec = body, Codec.none
         if kind in _COMPRESSED_KINDS:
-            compressed = self._compressor.compress(body)
+            compressed = compressed or _compressor().compress(body)
             if len(compressed) < len(body) and self._may_expand(kind, flags, len(compressed), len(body)):
                 stored, codec = compressed, Codec.zstd
         self._append(
@@ -209,7 +233,7 @@ class PayloadOutput:
         self._rows = bytearray()
         self._waiting: list[tuple[int, int, int, int]] = []  # hash, raw bytes, stored bytes, codec
         self._waiting_data = bytearray()
-        self._compressor = zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False)
+        self._compressor = _compressor()
         self._scratch: _Scratch | None = None
         self.raw_bytes = 0
         self.count = 0  # of payloads: the largest id

@@ -5,7 +5,7 @@ The rules for a storage's first content are the same for the writer's columns an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -219,8 +219,11 @@ class EncodedRecords:
     annotation: np.ndarray | None
 
 
-def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: np.ndarray) -> EncodedRecords:
-    """The Records body of these columns. Raises ValueError if they contradict each other or the definitions."""
+def encode_records(
+    given: RecordColumns, bounds: Bounds, slot_counts: np.ndarray
+) -> Generator[None, None, EncodedRecords]:
+    """The Records body of these columns; yields between parts of the work. Raises ValueError if they contradict each
+    other or the definitions."""
     signature = _column(given.signature, np.uint32, "signature")
     count = len(signature)
 
@@ -267,12 +270,15 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: np.ndarray
     if problem:
         raise ValueError(problem)
 
+    yield
     ids, tensor_slots = _distinct(tensors)
+    yield
     rows = _tensor_rows(ids, given.tensor_definitions)
     _limit(rows[:, 0], 0, bounds.next_storage + born - 1, "tensor storage")
     _limit(rows[:, 1], 0, MAX_LENGTH, "tensor offset")
     _limit(rows[:, 2], 1, bounds.metas, "tensor meta")
 
+    yield
     base, delta, gap_position, gap_ns = _times(start)
     body = build(
         RECORDS,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -221,11 +222,15 @@ class CaptureWriter:
 
         Raises ValueError if the columns contradict each other, CaptureFailed if the file cannot be written.
         """
+        deque(self.records_in_parts(columns), maxlen=0)
+
+    def records_in_parts(self, columns: RecordColumns) -> Iterator[None]:
+        """Likewise, and yields between parts of the work: then all but records may be written."""
         self._output.check()
         for piece in pieces(columns, self._definitions.slots):
-            self._write_records(piece)
+            yield from self._write_records(piece)
 
-    def _write_records(self, columns: RecordColumns) -> None:
+    def _write_records(self, columns: RecordColumns) -> Iterator[None]:
         definitions = self._definitions
         # Copies, because an array cannot grow while someone still looks at it.
         contents = ReferenceBounds(
@@ -242,7 +247,7 @@ class CaptureWriter:
             self._frames.next_storage,
             contents,
         )
-        encoded = encode_records(columns, bounds, definitions.slots)
+        encoded = yield from encode_records(columns, bounds, definitions.slots)
         if not encoded.count:
             if encoded.storages:
                 raise ValueError("storages without a record that bears them")
@@ -251,10 +256,13 @@ class CaptureWriter:
             raise ValueError(
                 f"{encoded.count} records take {len(encoded.body)} bytes in one frame; the limit is {MAX_BODY_BYTES}"
             )
+        compressed = yield from self._frames.compress(encoded.body)
         with self._whole():
             self._payloads.flush()
             self._write_definitions()
-            self._frames.write(FrameKind.records, encoded.body, count=encoded.count, storages=encoded.storages)
+            self._frames.write(
+                FrameKind.records, encoded.body, compressed, count=encoded.count, storages=encoded.storages
+            )
             self._output.begun()
             self._tally.add(encoded.signature, encoded.storage_origin, encoded.storage_bytes, encoded.annotation)
 

@@ -2,8 +2,8 @@
 //
 // The recorder has a thread of its own for that, but a program may starve it: CPython wakes a thread that wants the
 // interpreter's lock each time another one lets go of it, and then it is too late if that one takes it back at once, as
-// compiled code does at each call. So a thread that records writes what is overdue itself, and the recorder's own thread
-// waits without the lock until nobody has done so for a while.
+// compiled code does at each call. So a thread that records writes what is overdue itself, a part at a time, and the
+// recorder's own thread waits without the lock until nobody has done so for a while.
 
 #pragma once
 

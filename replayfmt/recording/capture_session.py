@@ -73,7 +73,7 @@ def pause_fast_path(session: Session, goes_on: Callable[[], bool]) -> Iterator[N
 
 _T = TypeVar("_T")
 _Step = TypeVar("_Step", bound=Callable[..., Any])
-_BEHIND = 4  # frames' worth of records that may wait for the recorder's thread
+_BEHIND = 4  # frames' worth of records that may wait
 
 
 def _attempted(step: _Step) -> _Step:
@@ -523,29 +523,34 @@ class CaptureSession:
 
     @_attempted
     def flush_if_due(self) -> None:
-        """Called after every op: record releases, and write a frame if one is full."""
+        """Called after every op: record releases, and write a part of what waits if it is time."""
         if len(self.storages.dead) >= RELEASE_BATCH or self.session.drains:
             with self.lock:
                 self.storages.drain(all_of_them=False)
         waiting = len(self.buffer.rows)
-        if waiting >= _BEHIND * self.options.chunk_records or self.flushing.overdue():
-            self.flush()  # the recorder's thread does not keep up, or gets no turn
-        elif waiting >= self.options.chunk_records:
-            self.flushing.wake()
+        if waiting >= _BEHIND * self.options.chunk_records:
+            self.flush()
+        elif waiting >= self.options.chunk_records or self.flushing.overdue():
+            self._write(self.buffer.write_part)
 
     @_attempted
     def flush(self) -> None:
-        """Look for threads that began unseen, and write what waits."""
+        """Write what waits."""
+        self._write(self.buffer.flush)
+
+    def _write(self, step: Callable[[], None]) -> None:
+        """Write all or a part, and before each frame look for threads that began unseen."""
         self.flushing.begin()
         began = time.thread_time_ns()
-        if not self.finished:
+        if not self.finished and not self.buffer.writing:
             self.look()
-        if self.buffer.rows or self.storages.dead:
+        if self.buffer.writing or self.buffer.rows or self.storages.dead:
             with self.lock:
                 if self.failure is None and not self.closed:
-                    self.storages.drain(all_of_them=False)
-                    self.buffer.flush()
-            self.flushing.begin(time.thread_time_ns() - began)
+                    if not self.buffer.writing:
+                        self.storages.drain(all_of_them=False)
+                    step()
+            self.flushing.end(time.thread_time_ns() - began, self.buffer.writing)
 
     # ----------------------------------------------------------------------------------------------------------- scopes
 

@@ -1,12 +1,14 @@
 """Buffered records: packed rows appended by any thread, turned into columns and passed to the writer.
 
-Waiting records are written by the recorder's own thread, or, where that one gets no turn, by one that records.
+Waiting records are written by threads that record, each time a small part, so that no step of the program waits for a
+whole frame; or, where none records any more, by the recorder's own thread.
 """
 
 from __future__ import annotations
 
 import threading
 from array import array
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from .session import FLAG_BITS, HEAD_WORDS, RowList, Session, now_ns
 RELEASES = 1 << 33
 _META_HEAD = 3  # words before the sizes in a row of metadata
 _FRAME_WORDS = 1 << 20  # a frame is also ended when this many words are waiting
+_DONE = object()
 
 
 class RecordBuffer:
@@ -32,6 +35,8 @@ class RecordBuffer:
         self.chunk_records = chunk_records
         self.rows = session.rows
         self.appended = 0  # records of the complete path: all records, if there is no other path
+        self._taken = 0  # rows that are written, or in the frame that is being written
+        self._frame: Iterator[None] | None = None  # that one, up to the next part
         self._first_storage = 1
         self._slots = tuple(array("q", [0]) for _ in range(3))  # by signature id: tensors, ints, floats
         self._contexts = array("q")  # by context id: thread, scope, placement
@@ -70,25 +75,41 @@ class RecordBuffer:
         """Write what is buffered, in frames of about `chunk_records`. Raises what the writer raises."""
         # An interrupt must not come between taking rows out of the buffer and writing them.
         with Uninterrupted(), self.lock:
-            waiting = len(self.rows)
-            while waiting > 0:
-                waiting -= self._flush_frame()
+            end = self._taken + len(self.rows)
+            while self.writing or self._taken < end:
+                self.write_part()
 
-    def _flush_frame(self) -> int:
-        """Write one frame; how many rows it took."""
+    @property
+    def writing(self) -> bool:
+        """Whether a frame is partly written."""
+        return self._frame is not None
+
+    def write_part(self) -> None:
+        """Go on with the frame that is being written, or begin one. Raises what the writer raises."""
+        with Uninterrupted(), self.lock:
+            if self._frame is None and self.rows:
+                self._frame = self._write_frame()
+            if self._frame is not None and next(self._frame, _DONE) is _DONE:
+                self._frame = None
+
+    def _write_frame(self) -> Iterator[None]:
+        """Write one frame, and yield between parts of the work. What it holds is taken in the first one."""
         count = min(len(self.rows), self.chunk_records)
         batch = RowBatch(self.rows.first(count), self._slots)
         self._define()
         self._define_metas()
         storages = _take(self._session.new_storages, 5)  # all that the rows and definitions refer to are among them
         self.rows.drop(batch.rows)
+        self._taken += batch.rows
+        yield
         definitions = self._live_definitions
         if len(batch.released):
             self._live_definitions = definitions[~np.isin(definitions[:, 1], batch.released)]
         first = self._first_storage
         self._first_storage += len(storages)
         threads, scopes, placements = np.frombuffer(self._contexts, np.int64).reshape(-1, 3)[batch.context].T
-        self.writer.records(
+        yield
+        yield from self.writer.records_in_parts(
             RecordColumns(
                 signature=batch.signature,
                 scope=scopes,
@@ -108,7 +129,6 @@ class RecordBuffer:
                 placement=placements if placements.any() else None,
             )
         )
-        return batch.rows
 
     def _define_metas(self) -> None:
         """Define the metadata that was numbered since the last time."""
@@ -194,6 +214,7 @@ def _spans(first: np.ndarray, count: np.ndarray) -> np.ndarray:
 PERIOD_NS = 100_000_000  # the recorder's thread writes if nobody has for so long: what a killed process loses
 _DUE_NS = 80_000_000  # a thread that records does
 _SHARE = 20  # writing takes at most one part in so many of the time: with many live tensors it is done less often
+_GAP = 8  # a thread that records goes on with a frame after so many times what its last part took
 
 
 class FlushTimes:
@@ -201,13 +222,28 @@ class FlushTimes:
 
     def __init__(self, session: Session) -> None:
         self._flushing = session.flushing
+        self._work_ns = 0  # of the processor, for the frame that is being written
         self.begin()
 
-    def begin(self, took_ns: int = 0) -> None:
-        """What waits is being written, or was, with so much work of the processor; the time to the next turn begins."""
+    def _expect(self, due_ns: int, late_ns: int) -> None:
+        """The next turn is so much later: of a thread that records, or else of the recorder's."""
         now = now_ns()
-        self._due_ns = now + max(_DUE_NS, _SHARE * took_ns)
-        self._flushing.expect(self._due_ns, now + max(PERIOD_NS, _SHARE * took_ns))
+        self._due_ns = now + due_ns
+        self._flushing.expect(self._due_ns, now + late_ns)
+
+    def begin(self) -> None:
+        """It is somebody's turn."""
+        self._expect(_DUE_NS, PERIOD_NS)
+
+    def end(self, took_ns: int, more: bool) -> None:
+        """It was, with so much work of the processor. `more`: of the frame that is being written."""
+        self._work_ns += took_ns
+        if more:
+            self._expect(_GAP * took_ns, max(_GAP * took_ns, PERIOD_NS - _DUE_NS))
+        else:
+            share = _SHARE * self._work_ns
+            self._expect(max(_DUE_NS, share), max(PERIOD_NS, share))
+            self._work_ns = 0
 
     def overdue(self) -> bool:
         """Whether a thread that records is to write what waits."""
