@@ -230,7 +230,8 @@ def meaning_of(name: str, given: Mapping[str, Any]) -> Meaning:
     if "sparse_indices" in given:
         raise Unknown("it reduces sparse tensors")
     parts = parts_of(name, given, group.rank(), tensors_in)
-    if any(is_composite(tensor) for tensor in (*parts.inputs, *parts.outputs)):
+    tensors = parts.inputs if parts.outputs is parts.inputs else parts.inputs + parts.outputs
+    if any(map(is_composite, tensors)):
         raise Unknown("its tensors are not strided")
     reduction = given.get("reduce_op", "")
     if not isinstance(reduction, str):

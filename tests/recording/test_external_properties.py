@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replayfmt.recording.content.file_mappings import PAGE, FileMappings, memory
+from replayfmt.pytorch.tensors.memory import memory_at
+from replayfmt.recording.content.file_mappings import PAGE, FileMappings
 
 LENGTH = 6 * PAGE
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/pagemap"), reason="the system does not tell of pages")
@@ -26,7 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def held(storage: torch.UntypedStorage, begin: int, end: int) -> bytes:
-    return bytes(memory(storage.data_ptr() + begin, end - begin))
+    return bytes(memory_at(storage.data_ptr() + begin, end - begin))
 
 
 @pytest.mark.slow

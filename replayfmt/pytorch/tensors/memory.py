@@ -64,12 +64,21 @@ def call_undispatched(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.k
         return function(*args, **kwargs)
 
 
+# Not an array of ctypes: for each length that makes a class, which takes longer than what it is for.
+_view_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+_WRITABLE = 0x200  # PyBUF_WRITE
+
+
+def memory_at(address: int, length: int) -> memoryview:
+    """Live memory of this process, without a copy. Valid only as long as its owner keeps it."""
+    return _view_memory(address, length, _WRITABLE) if length else memoryview(b"")
+
+
 def host_view(storage: torch.UntypedStorage) -> memoryview:
     """The live bytes of a CPU storage, without a copy. Valid only while the storage lives and keeps its length."""
-    length = storage.nbytes()
-    if length == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * length).from_address(address_of(storage))).cast("B")
+    return memory_at(address_of(storage), storage.nbytes())
 
 
 def storage_bytes(storage: torch.UntypedStorage) -> memoryview:

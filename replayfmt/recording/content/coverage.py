@@ -6,6 +6,7 @@ written, and evaluated on demand. Nothing but its length in bytes is known about
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
@@ -34,7 +35,7 @@ class ByteRegion:
         """How many places the view has, with repetitions."""
         return prod(self.sizes)
 
-    @property
+    @functools.cached_property
     def end(self) -> int:
         """The byte after the last one; the first one if it is empty."""
         last = sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))

@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 
 from replayfmt.format.model import FileIdentity
+from replayfmt.pytorch.tensors.memory import memory_at
 
 PAGE = mmap.PAGESIZE
 _PAGEMAP = "/proc/self/pagemap"
@@ -195,11 +196,6 @@ def identity_of(status: os.stat_result) -> FileIdentity:
     return FileIdentity(status.st_dev, status.st_ino, status.st_mtime_ns)
 
 
-def memory(address: int, length: int) -> memoryview:
-    """Live memory of this process. Valid only as long as its owner keeps it."""
-    return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
-
-
 @dataclass(frozen=True)
 class Mapping:
     """A line of /proc/self/maps, or several that continue each other."""
@@ -275,7 +271,7 @@ class MappedRange:
         for begin, end in _runs(written):
             low = max(self.address, first_page(self.address) + begin * PAGE)
             high = min(self.address + self.bytes, first_page(self.address) + end * PAGE)
-            state.update(memory(low, high - low))
+            state.update(memory_at(low, high - low))
         return state.intdigest()
 
     def _modified(self) -> int:
@@ -316,7 +312,7 @@ def _same_as_file(found: MappedRange, low: int, high: int) -> bool:
     try:
         if identity_of(os.fstat(descriptor)) != found.identity:
             return False
-        return os.pread(descriptor, high - low, found.offset + low - found.address) == bytes(memory(low, high - low))
+        return os.pread(descriptor, high - low, found.offset + low - found.address) == bytes(memory_at(low, high - low))
     except OSError:
         return False
     finally:

@@ -158,9 +158,10 @@ class Digests:
 
     @staticmethod
     def _is_without_bytes(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> bool:
+        if storage.device.type == "meta" or (params.flags and TensorFlag.zero in params.flags):
+            return True
         region = params.region(offset)
-        freed = region.end > storage.nbytes() and not region.empty
-        return storage.device.type == "meta" or bool(params.flags & TensorFlag.zero) or freed
+        return region.end > storage.nbytes() and not region.empty
 
     @staticmethod
     def _digest(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> TensorDigest | None:

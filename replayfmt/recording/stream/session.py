@@ -7,7 +7,6 @@ capture starts, and nobody asks later. What is there for such calls alone does n
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import time
@@ -20,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+
+from replayfmt.pytorch.tensors.memory import memory_at
 
 HEAD_WORDS = 4  # signature, context, start, duration
 FLAG_BITS = 48  # where the flags of metadata are in its kind: native/looks.h
@@ -207,7 +208,7 @@ class Session:
     @staticmethod
     def content_hash(address: int, length: int) -> int:
         """A number that identifies the content of host memory."""
-        return xxhash.xxh3_64_intdigest((ctypes.c_char * length).from_address(address))
+        return xxhash.xxh3_64_intdigest(memory_at(address, length))
 
     @staticmethod
     def allocated(address: int) -> bool:
