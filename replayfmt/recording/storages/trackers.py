@@ -201,6 +201,7 @@ def has_bytes(storage: torch.UntypedStorage, length: int, device: torch.device) 
 
 _FEWEST = 1024  # storages that may wait for a look, dead or alive
 _REGION_BITS = 16  # bytes of a region, in whose list of ranges another one is put in its place
+_GROUP_BITS = 3  # the longest length of a group is so many bits longer than the shortest
 
 
 class Beside(NamedTuple):
@@ -211,16 +212,21 @@ class Beside(NamedTuple):
     number: int | None
 
 
+def _group(length: int) -> int:
+    """The number of bits of the longest length in its group."""
+    return -(-length.bit_length() // _GROUP_BITS) * _GROUP_BITS
+
+
 class AddressRanges:
     """Ranges of addresses, from the first byte to the one after the last, by storage id. None is empty.
 
     Ranges may overlap. They are kept sorted, by the region in which they begin and grouped by similar length: a range
-    that reaches an address begins at most twice that length before it.
+    that reaches an address begins at most the group's longest before it. Few groups, because each look asks all.
     """
 
     def __init__(self) -> None:
         self._ranges: dict[int, tuple[int, int]] = {}
-        # (first byte, id), by the length's number of bits and by region
+        # (first byte, id), by group (the longest length's number of bits) and by region
         self._begins: dict[int, dict[int, list[tuple[int, int]]]] = {}
 
     def __contains__(self, number: int) -> bool:
@@ -236,7 +242,7 @@ class AddressRanges:
         """Set a storage's range. Replaces an earlier one."""
         self.discard(number)
         self._ranges[number] = begin, end
-        regions = self._begins.setdefault((end - begin).bit_length(), {})
+        regions = self._begins.setdefault(_group(end - begin), {})
         insort(regions.setdefault(begin >> _REGION_BITS, []), (begin, number))
 
     def discard(self, number: int) -> None:
@@ -244,17 +250,18 @@ class AddressRanges:
         found = self._ranges.pop(number, None)
         if found is not None:
             begin, end = found
-            regions = self._begins[(end - begin).bit_length()]
+            group = _group(end - begin)
+            regions = self._begins[group]
             begins = regions[begin >> _REGION_BITS]
             del begins[bisect_left(begins, (begin, number))]
             if not begins:
                 del regions[begin >> _REGION_BITS]
             if not regions:
-                del self._begins[(end - begin).bit_length()]
+                del self._begins[group]
 
     def containing(self, begin: int, end: int) -> list[int]:
         """The storages that hold all of a range."""
-        least = (end - begin).bit_length()
+        least = _group(end - begin)
         found = [number for bits in self._begins if bits >= least for number in self._within(bits, begin, begin + 1)]
         return [number for number in found if self._ranges[number][1] >= end]
 
