@@ -93,12 +93,13 @@ class RecordBuffer:
                 self._frame = None
 
     def _write_frame(self) -> Iterator[None]:
-        """Write one frame, and yield between parts of the work. What it holds is taken in the first one."""
-        count = min(len(self.rows), self.chunk_records)
-        batch = RowBatch(self.rows.first(count), self._slots)
+        """Write one frame, and yield between parts of the work. What it holds is found in the first one."""
+        rows = self.rows.first(min(len(self.rows), self.chunk_records))
         self._define()
         self._define_metas()
         storages = _take(self._session.new_storages, 5)  # all that the rows and definitions refer to are among them
+        yield
+        batch = RowBatch(rows, self._slots)
         self.rows.drop(batch.rows)
         self._taken += batch.rows
         yield
