@@ -354,6 +354,8 @@ def _times(start: np.ndarray) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         return 0, np.zeros(0, np.uint32), np.zeros(0, np.uint32), np.zeros(0, np.uint64)
     if int(start.min()) < 0:
         raise ValueError("start_ns is negative")
+    if int(start.max()) > MAX_LENGTH:
+        raise ValueError(f"start_ns is {int(start.max())}, more than 2^60")
     # Threads' records may have begun out of order; capture order wins.
     steady = np.maximum.accumulate(start)
     delta = np.diff(steady, prepend=steady[:1])

@@ -56,6 +56,7 @@ def _columns(**changes: object) -> RecordColumns:
         ({"scope": [1]}, "scope holds"),
         ({"thread": [70000]}, "thread does not fit uint16"),
         ({"start_ns": [-1]}, "start_ns is negative"),
+        ({"start_ns": [(1 << 60) + 1]}, "more than 2.60"),
         ({"start_ns": [0, 1]}, "start_ns has 2 rows, expected 1"),
         ({"duration_ns": [1, 2]}, "duration_ns has 2 rows, expected 1"),
         ({"duration_ns": [-2]}, "duration_ns does not fit uint32"),

@@ -419,6 +419,12 @@ def test_a_file_without_operators_or_device_work_is_refused(imported: Import, tm
         imported(trace(tmp_path / "empty.json", [annotation("step", 0, 1)][:0]))
 
 
+def test_events_that_no_run_can_span_are_refused(imported: Import, tmp_path: Path) -> None:
+    with pytest.raises(InvalidCapture, match="56 years apart; expected one run"):
+        imported([op("aten::add", 1, 10, ADD), op("aten::add", 1_764_540_000_000_000, 10, ADD)])
+    assert not list(tmp_path.glob("*.opreplay*"))
+
+
 def test_events_may_be_the_outermost_array(imported: Import, tmp_path: Path) -> None:
     import json
 

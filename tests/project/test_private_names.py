@@ -28,6 +28,7 @@ _NOT_OF_PYTORCH = {
     "_current_frames",
     "_exit",
     "_getframe",
+    "_at_fork_reinit",
     "_is_owned",
     "_pack_args",
     "_run_module_as_main",

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from replayfmt.errors import CaptureFailed, InvalidCapture, UsageError
+from replayfmt.format.frames import MAX_LENGTH
 from replayfmt.format.model import TRACED_DEVICE_NS, Device
 from replayfmt.format.validation import printable, some_of
 from replayfmt.pytorch.operators import operator_named, tells_allocator
@@ -31,12 +32,13 @@ from ..common.synthesis import ImportedSession, imported_session, of_ranks
 from ..common.trace_files import MOST_RANKS, RankTrace, others_note, rank_fields
 from ..rewrites.portable import SCHEMAS, Portable
 from .calls import EventCalls, Placement
-from .events import OPERATOR_NAME, OpKind, TraceEvents, integer, read_events
+from .events import NO_TIME, OPERATOR_NAME, OpKind, TraceEvents, integer, read_events
 from .graphs import capture_windows, captured, give_operators
 from .tree import CallTree, ChosenEvents, EventRole, EventTraits, GraphCaptured, build, compact, select
 from .writing import Trace, write
 
 _SHOWN_NAMES = 12
+_YEAR_NS = 365.25 * 86_400e9
 
 
 def inside_windows(events: TraceEvents, annotations: np.ndarray, wanted: TraceRange, times: np.ndarray) -> np.ndarray:
@@ -66,6 +68,18 @@ def _windows(events: TraceEvents, annotations: np.ndarray, wanted: TraceRange) -
         first = min(min(column, default=1 << 62) for column in (ops.start, events.launches.start))
         windows.append((first + begin, first + end))
     return windows
+
+
+def _check_times(path: str | PathLike[str], events: TraceEvents) -> None:
+    """Raise InvalidCapture for a trace whose events are further apart than a capture can say."""
+    times = [*events.ops.start, *events.launches.start, *(each for each in events.work.start if each != NO_TIME)]
+    first, last = min(times, default=0), max(times, default=0)
+    if last - first > MAX_LENGTH:
+        raise InvalidCapture(
+            f"{path}: its events begin between ts {first / 1e3:,.0f} and {last / 1e3:,.0f} microseconds, "
+            f"{(last - first) / _YEAR_NS:.0f} years apart; expected one run of a program: remove the events with wrong "
+            "times"
+        )
 
 
 _MOST_DEVICES = 1 << 16
@@ -114,6 +128,7 @@ def import_kineto(
             f"{path}: not a profiler trace: it has no operators and no device work"
             + (f" ({problems[0]})" if problems else "")
         )
+    _check_times(path, events)
     graph_notes = (
         give_operators(events, [_capture_trace(each) for each in options.graph_captures])
         if options.graph_captures
