@@ -32,7 +32,7 @@ from ..common.synthesis import ImportedSession, imported_session, of_ranks
 from ..common.trace_files import MOST_RANKS, RankTrace, others_note, rank_fields
 from ..rewrites.portable import SCHEMAS, Portable
 from .calls import EventCalls, Placement
-from .events import NO_TIME, OPERATOR_NAME, OpKind, TraceEvents, integer, read_events
+from .events import OPERATOR_NAME, OpKind, TraceEvents, integer, read_events
 from .graphs import capture_windows, captured, give_operators
 from .tree import CallTree, ChosenEvents, EventRole, EventTraits, GraphCaptured, build, compact, select
 from .writing import Trace, write
@@ -72,7 +72,7 @@ def _windows(events: TraceEvents, annotations: np.ndarray, wanted: TraceRange) -
 
 def _check_times(path: str | PathLike[str], events: TraceEvents) -> None:
     """Raise InvalidCapture for a trace whose events are further apart than a capture can say."""
-    times = [*events.ops.start, *events.launches.start, *(each for each in events.work.start if each != NO_TIME)]
+    times = [*events.ops.start, *events.launches.start]
     first, last = min(times, default=0), max(times, default=0)
     if last - first > MAX_LENGTH:
         raise InvalidCapture(
