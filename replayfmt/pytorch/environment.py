@@ -361,6 +361,12 @@ def replayed_settings(captured: Mapping[str, Scalar]) -> dict[str, Scalar]:
     return {**captured, **_fixed}
 
 
+def set_up_vector_math() -> None:
+    """Have one thread call MKL's vector functions first. Where two threads make the first call of a process at once, on
+    a busy machine, its result may have other bits: seen of `exp` once in some 600 processes."""
+    torch.exp(torch.zeros(1, dtype=torch.float32, device="cpu"))
+
+
 def replay_threads(captured: object) -> tuple[int, str]:
     """With how many threads a replay runs, and why that may surprise. `captured` is the capture's number, if it has
     one: other numbers of threads add up in another order, so only --threads overrides it."""

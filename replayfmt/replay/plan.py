@@ -21,7 +21,7 @@ from replayfmt.format.source import Closing
 from replayfmt.format.validation import check_function, check_kind, choice_of, counted, flag_of
 from replayfmt.pytorch.accelerators import undrawn
 from replayfmt.pytorch.collectives import plays_ranks
-from replayfmt.pytorch.environment import apply_settings
+from replayfmt.pytorch.environment import apply_settings, set_up_vector_math
 
 from .codegen.call_templates import DirectFunctions, TemplateMaker
 from .codegen.lowering import Context, Lowering, Shapes
@@ -72,6 +72,7 @@ class Plan(Closing):
         """
         check_function("on_file_bytes", on_file_bytes)
         asked = ReplayOptions(devices, allow_incomplete, keep_going, **options)
+        set_up_vector_math()
         self.preparation = prepared = Preparation(capture, asked, on_file_bytes)
         self.options, self.reader, self.findings = asked, prepared.reader, prepared.findings
         self.device_map, self.generators = prepared.device_map, prepared.generators
