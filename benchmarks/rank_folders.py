@@ -86,8 +86,8 @@ def capture_ranks(folder: Path, world: int) -> None:
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
 
 
-def resident_bytes(session: int) -> int:
-    """Of all processes of a session, what is shared between them counted once."""
+def session_bytes(session: int) -> int:
+    """Memory of all processes of a session, what is shared between them counted once."""
     total = 0
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -105,7 +105,7 @@ def watched(session: int, peak: list[int]):
 
     def look() -> None:
         while not over.wait(0.1):
-            peak.append(resident_bytes(session))
+            peak.append(session_bytes(session))
 
     looking = threading.Thread(target=look)
     looking.start()
@@ -172,8 +172,14 @@ def measure_replay(folder: Path, steps: int) -> None:
     launch("-m", "opreplay_tools.benchmark", f"--benchmark-min-time={steps}x", f"--benchmark-out={times}", out)
     replayed = json.loads(times.read_text())
     program_s = float(launch(program, steps).split()[-1])
-    replay_s = max(each["real_time"] for each in replayed["benchmarks"]) / 1e9
-    row("replay of a launch-bound step by two ranks", replay_s / program_s, at_most=1.1, program_us=program_s * 1e6)
+    slower = max(replayed["benchmarks"], key=lambda each: each["median_real_time"])
+    row(
+        "replay of a launch-bound step by two ranks",
+        slower["median_real_time"] / 1e9 / program_s,
+        at_most=1.1,
+        program_us=program_s * 1e6,
+        fastest=slower["min_real_time"] / 1e9 / program_s,
+    )
 
 
 def main() -> None:

@@ -51,25 +51,24 @@ from .programs import PROGRAMS, together
 
 _TESTS = Path(__file__).resolve().parents[1]
 STAGES = ("read", "plan", "run", "tools")
-# Of the stage `tools`, before the case's file; behind it stands a name that is free, or another case's.
-_TO_A_FILE, _ALONE = ("OUT",), ()
+# Of the stage `tools`. CASE is the case's file, OTHER one that was not changed, OUT a name that is free.
 COMMANDS = (
-    (("dump",), _ALONE),
-    (("dump", "--findings"), _ALONE),
-    (("dump", "--summary", "--format=jsonl"), _ALONE),
-    (("dump", "--signatures"), _ALONE),
-    (("dump", "--kernel-skeleton=1"), _ALONE),
-    (("report", "--output=OUT"), _ALONE),
-    (("check", "--recover=OUT"), _ALONE),
-    (("export", "--format=replay-zip", "--partial"), _TO_A_FILE),
-    (("export", "--format=kernel-task", "--ops=1:4"), _TO_A_FILE),
-    (("export", "--format=perfetto"), _TO_A_FILE),
-    (("export", "--format=csv"), _TO_A_FILE),
-    (("trim", "--payload=none"), _TO_A_FILE),
-    (("trim", "--ops=1:4"), _TO_A_FILE),
-    (("trim", "--redact", "--no-sources"), _TO_A_FILE),
-    (("trim", "--script=OUT"), _ALONE),
-    (("compare",), ("OTHER",)),
+    "dump CASE",
+    "dump --findings CASE",
+    "dump --summary --format=jsonl CASE",
+    "dump --signatures CASE",
+    "dump --kernel-skeleton=1 CASE",
+    "report --output=OUT CASE",
+    "check --recover=OUT CASE",
+    "export --format=replay-zip --partial CASE OUT",
+    "export --format=kernel-task --ops=1:4 CASE OUT",
+    "export --format=perfetto CASE OUT",
+    "export --format=csv CASE OUT",
+    "trim --payload=none CASE OUT",
+    "trim --ops=1:4 CASE OUT",
+    "trim --redact --no-sources CASE OUT",
+    "trim --script=OUT CASE",
+    "compare CASE OTHER",
 )
 POLICIES = ("full", "integers", "none")
 # How long a case may work, and how long it may take where it waits for something, or the machine is busy.
@@ -282,17 +281,15 @@ def try_case(sources: list[Source], seed: int, stage: str, path: Path) -> str:
 
 def _call_tool(sources: list[Source], chance: random.Random, path: Path) -> str:
     """One of the commands on the case's file, in a folder of its own: `ok`, or the name of an error of ours."""
-    source = chance.choice(sources)
-    (tool, *options), behind = chance.choice(COMMANDS)
+    source, command = chance.choice(sources), chance.choice(COMMANDS)
     with tempfile.TemporaryDirectory(dir=path.parent) as name:
         other = Path(name, "other.opreplay")
         other.write_bytes(join(source.preamble, source.frames))
-        places = {"OUT": str(Path(name, "out")), "OTHER": str(other)}
-        given = [option.replace("=OUT", "=" + places["OUT"]) for option in options]
-        given += [str(path), *(places[each] for each in behind)]
-        command = import_module(f"opreplay_tools.{tool}").cli
+        for word, place in {"CASE": path, "OTHER": other, "OUT": Path(name, "out")}.items():
+            command = command.replace(word, str(place))
+        tool, *given = command.split()
         try:
-            code = command.main(given, prog_name=tool, standalone_mode=False)
+            code = import_module(f"opreplay_tools.{tool}").cli.main(given, prog_name=tool, standalone_mode=False)
         except click.ClickException as error:
             return type(error).__name__
         finally:

@@ -72,8 +72,9 @@ def _windows(events: TraceEvents, annotations: np.ndarray, wanted: TraceRange) -
 
 def _check_times(path: str | PathLike[str], events: TraceEvents) -> None:
     """Raise InvalidCapture for a trace whose events are further apart than a capture can say."""
-    times = [*events.ops.start, *events.launches.start]
-    first, last = min(times, default=0), max(times, default=0)
+    starts = [np.asarray(column) for column in (events.ops.start, events.launches.start) if len(column)]
+    first = int(min((column.min() for column in starts), default=0))
+    last = int(max((column.max() for column in starts), default=0))
     if last - first > MAX_LENGTH:
         raise InvalidCapture(
             f"{path}: its events begin between ts {first / 1e3:,.0f} and {last / 1e3:,.0f} microseconds, "
