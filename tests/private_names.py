@@ -201,6 +201,7 @@ torch._subclasses.fake_tensor
 torch._subclasses.functional_tensor
 torch._validate_sparse_compressed_tensor_args
 torch.ao.quantization.fx._decomposed
+torch.autograd._profiler_enabled
 torch.autograd.forward_ad._current_level
 torch.autograd.graph._engine_run_backward
 torch.cuda._gpu_trace

@@ -361,10 +361,13 @@ def replayed_settings(captured: Mapping[str, Scalar]) -> dict[str, Scalar]:
     return {**captured, **_fixed}
 
 
+@functools.cache
 def set_up_vector_math() -> None:
-    """Have one thread call MKL's vector functions first. Where two threads make the first call of a process at once, on
-    a busy machine, its result may have other bits: seen of `exp` once in some 600 processes."""
-    torch.exp(torch.zeros(1, dtype=torch.float32, device="cpu"))
+    """Have one thread call MKL's vector functions first, once in a process. Where two threads make the first call at
+    once, on a busy machine, its result may have other bits: seen of `exp` in one of some 300 processes. A profiler of
+    the program would show the call, so under one it is left out."""
+    if not torch.autograd._profiler_enabled():
+        torch.exp(torch.zeros(1, dtype=torch.float32, device="cpu"))
 
 
 def replay_threads(captured: object) -> tuple[int, str]:

@@ -25,7 +25,9 @@ from replayfmt.format.codes import RecordKind
 from replayfmt.format.keywords import explained
 from replayfmt.format.output import same_file
 from replayfmt.format.validation import check_kind, path_of, tell, text_of
+from replayfmt.pytorch.environment import set_up_vector_math
 from replayfmt.pytorch.operators import OpaqueResults
+from replayfmt.pytorch.tensors.memory import call_undispatched
 
 from . import capture_session
 from .capture_session import CaptureSession
@@ -260,6 +262,8 @@ class Recorder:
             self._step_hook = register_optimizer_step_post_hook(self._step_ended)
         self._termination.install(only_default=True)
         self._threads.install()
+        with self.hidden():
+            core.attempt(call_undispatched, set_up_vector_math)
         if self._implicit_scope is not None:
             core.implicit = ImplicitScope(self._implicit_scope)
         core.joining = False

@@ -20,6 +20,7 @@ from torch.profiler import ExecutionTraceObserver, profile, record_function
 
 import replayfmt
 from replayfmt.native import watching
+from replayfmt.pytorch.environment import set_up_vector_math
 
 from .conftest import Capture
 
@@ -150,6 +151,15 @@ def test_one_that_started_before_goes_on(
     found = Counter(observe(lambda: capture(program)))
     assert seen == [True]
     assert found >= Counter(observe(step))
+
+
+def test_what_a_capture_computes_at_its_start_is_in_no_profile(capture: Capture) -> None:
+    set_up_vector_math.cache_clear()
+    assert "aten::exp" not in kineto(lambda: capture(step))
+    set_up_vector_math.cache_clear()
+    captured = capture(step)
+    assert set_up_vector_math.cache_info().currsize == 1, "a start without a profiler computes it"
+    assert "aten::exp" not in captured.ops()
 
 
 def test_a_profiler_of_all_threads_that_another_thread_starts_sees_the_first(capture: Capture) -> None:
