@@ -50,7 +50,9 @@ class TimedRanks(Together):
 
     def __init__(self, folder: str, timeout_s: float) -> None:
         super().__init__(folder, timeout_s)
-        self._host_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        # Where the job's own group meets on the host, not another one: its threads would take turns with the first's.
+        meets = dist.get_backend() == "gloo"
+        self._host_group = dist.group.WORLD if meets else dist.new_group(backend="gloo", timeout=self._timeout)
         self._running: dict[int, _Span] = {}
         self.replays: list[dict[int, _Span]] = []  # of each measured one, by the number of the work
 

@@ -131,6 +131,11 @@ def plays_ranks() -> bool:
     return not isinstance(_player, Recorded)
 
 
+def reads_results() -> bool:
+    """Whether a replay uses the results that the capture has of its collectives."""
+    return isinstance(_player, Recorded | LeftOut)
+
+
 def are_left_out() -> bool:
     """Whether collectives do nothing, so that nothing can be verified."""
     return isinstance(_player, LeftOut)
@@ -155,6 +160,12 @@ def _wait(work: int, outputs: list[torch.Tensor], results: list[torch.Tensor]) -
 
 _library.impl("collective", _launch, "CompositeExplicitAutograd")
 _library.impl("collective_wait", _wait, "CompositeExplicitAutograd")
+
+
+def played_directly(operator: str) -> Callable[..., None] | None:
+    """The function that a replay by several ranks calls for an operator of ours: without the dispatcher, which takes as
+    long as launching a small collective."""
+    return {LAUNCH: _launch, WAIT: _wait}.get(operator) if plays_ranks() else None
 
 
 class Unknown(Exception):

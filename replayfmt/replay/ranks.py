@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
@@ -309,38 +309,47 @@ def issue(group: Any, call: Call, given: list[torch.Tensor], out: list[torch.Ten
             for source, target in zip(given, out, strict=True):
                 if source.data_ptr() != target.data_ptr():
                     target.copy_(source)
-    root = call.peer == group.rank()
-    c10d = torch._C._distributed_c10d
-    kinds: Mapping[str, Any] = {
-        "allreduce_": lambda: group.allreduce(out, _reduction(call, c10d.AllreduceOptions())),
-        "allreduce_coalesced_": lambda: group.allreduce_coalesced(
-            out, _reduction(call, c10d.AllreduceCoalescedOptions())
-        ),
-        "broadcast_": lambda: group.broadcast(out or given, _rooted(call, c10d.BroadcastOptions())),
-        "reduce_": lambda: group.reduce(out, _rooted(call, _reduction(call, c10d.ReduceOptions()))),
-        "allgather_": lambda: group.allgather([out], given),
-        "_allgather_base_": lambda: group._allgather_base(out[0], given[0]),
-        "allgather_coalesced_": lambda: group.allgather_coalesced(
-            [out[at : at + len(given)] for at in range(0, len(out), len(given))], given
-        ),
-        "allgather_into_tensor_coalesced_": lambda: group.allgather_into_tensor_coalesced(out, given),
-        "reduce_scatter_": lambda: group.reduce_scatter(out, [given], _reduction(call, c10d.ReduceScatterOptions())),
-        "_reduce_scatter_base_": lambda: group._reduce_scatter_base(
-            out[0], given[0], _reduction(call, c10d.ReduceScatterOptions())
-        ),
-        "reduce_scatter_tensor_coalesced_": lambda: group.reduce_scatter_tensor_coalesced(
-            out, given, _reduction(call, c10d.ReduceScatterOptions())
-        ),
-        "gather_": lambda: group.gather([out] if root else [], given, _rooted(call, c10d.GatherOptions())),
-        "scatter_": lambda: group.scatter(out, [given] if root else [], _rooted(call, c10d.ScatterOptions())),
-        "alltoall_": lambda: group.alltoall(out, given),
-        "alltoall_base_": lambda: group.alltoall_base(
-            out[0], given[0], list(call.output_splits), list(call.input_splits)
-        ),
-        "send": lambda: group.send(given, call.peer, call.tag),
-        "recv_": lambda: group.recv(out, call.peer, call.tag),
-        "recv_any_source_": lambda: group.recv_anysource(out, call.tag),
-        "barrier": lambda: group.barrier(),
-        "monitored_barrier_": lambda: group.barrier().wait() and None,
-    }
-    return kinds[base]()
+    return _LAUNCHES[base](group, call, given, out)
+
+
+_Launch = Callable[[Any, Call, list[torch.Tensor], list[torch.Tensor]], Any]
+_LAUNCHES: Mapping[str, _Launch] = {
+    "allreduce_": lambda group, call, given, out: group.allreduce(out, _reduction(call, dist.AllreduceOptions())),
+    "allreduce_coalesced_": lambda group, call, given, out: group.allreduce_coalesced(
+        out, _reduction(call, dist.AllreduceCoalescedOptions())
+    ),
+    "broadcast_": lambda group, call, given, out: group.broadcast(out or given, _rooted(call, dist.BroadcastOptions())),
+    "reduce_": lambda group, call, given, out: group.reduce(out, _rooted(call, _reduction(call, dist.ReduceOptions()))),
+    "allgather_": lambda group, call, given, out: group.allgather([out], given),
+    "_allgather_base_": lambda group, call, given, out: group._allgather_base(out[0], given[0]),
+    "allgather_coalesced_": lambda group, call, given, out: group.allgather_coalesced(
+        [out[at : at + len(given)] for at in range(0, len(out), len(given))], given
+    ),
+    "allgather_into_tensor_coalesced_": lambda group, call, given, out: group.allgather_into_tensor_coalesced(
+        out, given
+    ),
+    "reduce_scatter_": lambda group, call, given, out: group.reduce_scatter(
+        out, [given], _reduction(call, dist.ReduceScatterOptions())
+    ),
+    "_reduce_scatter_base_": lambda group, call, given, out: group._reduce_scatter_base(
+        out[0], given[0], _reduction(call, dist.ReduceScatterOptions())
+    ),
+    "reduce_scatter_tensor_coalesced_": lambda group, call, given, out: group.reduce_scatter_tensor_coalesced(
+        out, given, _reduction(call, dist.ReduceScatterOptions())
+    ),
+    "gather_": lambda group, call, given, out: group.gather(
+        [out] if call.peer == group.rank() else [], given, _rooted(call, dist.GatherOptions())
+    ),
+    "scatter_": lambda group, call, given, out: group.scatter(
+        out, [given] if call.peer == group.rank() else [], _rooted(call, dist.ScatterOptions())
+    ),
+    "alltoall_": lambda group, call, given, out: group.alltoall(out, given),
+    "alltoall_base_": lambda group, call, given, out: group.alltoall_base(
+        out[0], given[0], list(call.output_splits), list(call.input_splits)
+    ),
+    "send": lambda group, call, given, out: group.send(given, call.peer, call.tag),
+    "recv_": lambda group, call, given, out: group.recv(out, call.peer, call.tag),
+    "recv_any_source_": lambda group, call, given, out: group.recv_anysource(out, call.tag),
+    "barrier": lambda group, call, given, out: group.barrier(),
+    "monitored_barrier_": lambda group, call, given, out: group.barrier().wait() and None,
+}

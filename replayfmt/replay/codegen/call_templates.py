@@ -20,6 +20,7 @@ from replayfmt.format.codes import DType, MemoryFormat, OpStatus, ValueKind
 from replayfmt.format.codes import Layout as LayoutCode
 from replayfmt.format.model import Node
 from replayfmt.format.signature_layout import NodePlace, SlotLayout
+from replayfmt.pytorch.collectives import WAIT, reads_results
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
 from ..operations import PackComposite
@@ -129,7 +130,8 @@ class TemplateMaker:
         for each in layout.args:
             if device is not None and each.node.name == "device":
                 continue
-            text = self._piece(each, operands)
+            unread = kernel.schema.name == WAIT and each.node.name == "results" and not reads_results()
+            text = "[]" if unread else self._piece(each, operands)
             # Positional until an argument was left to its default.
             if given < len(names) and names[given] == each.node.name and each.node.name not in keyword_only:
                 pieces.append(text)

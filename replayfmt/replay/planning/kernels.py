@@ -20,6 +20,7 @@ from replayfmt.format.codes import StorageOrigin, ValueKind
 from replayfmt.format.model import Kernel, Node
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_layout import SlotLayout
+from replayfmt.pytorch.collectives import played_directly
 from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.overloads import direct_function, exact_arguments, parse_schema
 
@@ -232,8 +233,7 @@ class OperatorKernel(ResolvedKernel):
 
     @property
     def call(self) -> Callable[..., Any]:
-        function: Callable[..., Any] = self.overload._op
-        return function
+        return played_directly(self.schema.name) or self.overload._op
 
     def quickest(self, text: str, values: Sequence[Any], tensors: Sequence[int]) -> Callable[..., Any]:
         return direct_function(self.overload, text, values, tensors)

@@ -17,6 +17,7 @@ from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag, ValueK
 from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Signature, Storage, TensorMeta, Value
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.signature_layout import SlotLayout
+from replayfmt.pytorch.collectives import WAIT, reads_results
 
 from .kernels import Effects
 
@@ -261,6 +262,7 @@ class Scan:
         self._live_bytes = 0
         self._storage_bytes: dict[int, int] = {}
         self._kinds = reader.signature_kinds
+        self._waits = () if reads_results() else waits(reader)
         self._meta_device = np.array([0, *(meta.device for meta in reader.metas[1:])], dtype=np.int64)
         self._keys = TensorKeys(reader.metas)
         cutter = CutFinder(window)
@@ -344,6 +346,12 @@ class Scan:
             counts |= (used == RecordKind.digest) | (used == RecordKind.host_read)
         if self.needed is not None:
             counts &= self.needed[record_of_slot + first]
+        for signature_id in self._waits:
+            rows = np.flatnonzero(signatures == signature_id)
+            results = self.layout(signature_id).arg("results")
+            if results is not None:
+                slots = frame.tensor_first[rows].astype(np.int64)[:, None] + np.array(results.tensors, dtype=np.int64)
+                counts[slots.ravel()] = False
         self._note_uses(keys, frame.tensor_storage, local[counts], record_of_slot[counts] + first)
         self._note_devices(frame, signatures, record_of_slot, local)
         absent = np.flatnonzero(frame.storage_origin == StorageOrigin.absent)
@@ -484,6 +492,16 @@ class Scan:
                     added.append(ordinal)
                 staged = self.reader.storage(storage).bytes
         return sorted({*cuts, *added})
+
+
+def waits(reader: CaptureReader) -> list[int]:
+    """The signatures of waits for collectives."""
+    names = {number for number, kernel in enumerate(reader.kernels) if kernel is not None and kernel.name == WAIT}
+    return [
+        number
+        for number, each in enumerate(reader.signatures)
+        if each is not None and each.kind is RecordKind.op and each.kernel in names
+    ]
 
 
 def enters(version: int, storage: Storage) -> bool:
