@@ -13,14 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from in_process import Tools
 
+import replayfmt
 from replayfmt.benchmark.ranks import bus_factor, combined, lines
 from replayfmt.format.codes import DType
 from replayfmt.format.model import Kernel
 from replayfmt.format.rank_files import LAUNCH, WAIT, describe, judge
 from replayfmt.format.reader import open_capture
 from replayfmt.importers.common.synthesis import ImportedSession, imported_session, plain_tensor
+from replayfmt.pytorch.collectives import Call, played_by
+from replayfmt.replay.codegen.lowering import Shapes
+from replayfmt.replay.plan import Plan
 
 from . import launching
 from .test_one_rank import COLLECTIVES, WAITS
@@ -522,3 +527,30 @@ def test_a_thousand_ranks_are_judged_at_once() -> None:
     assert judge(job_of(*(events(rank == 7) for rank in range(world))))[0].startswith("ranks 0-999 would wait")
     alone = job_of([], *(events(False) for _rank in range(world - 1)))
     assert len(judge(alone)) == 1 and judge(alone)[0].endswith("on ranks 1-999")
+
+
+def test_results_that_were_recorded_are_not_read_where_collectives_are_done(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with replayfmt.capture(tmp_path / "rank0.opreplay"):
+            y = torch.ones(4).exp()
+            dist.all_reduce(y)
+            y.neg()
+    finally:
+        dist.destroy_process_group()
+    heard: list[tuple[int, int]] = []
+
+    class Doubling:
+        def launch(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+            outputs[0].mul_(2)
+
+        def wait(self, work: int, outputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+            heard.append((len(outputs), len(results)))
+
+    with Plan(tmp_path / "rank0.opreplay") as plan:
+        read = sum(len(window.staged) for window in plan.windows(checks=False, shapes=Shapes.all)[0])
+        assert plan.execute(verify="none").outcome == "ok"
+    with played_by(Doubling()), Plan(tmp_path / "rank0.opreplay") as plan:
+        assert sum(len(window.staged) for window in plan.windows(checks=False, shapes=Shapes.all)[0]) == read - 1
+        assert plan.execute(verify="none").outcome == "ok"
+    assert heard == [(1, 0)]
