@@ -412,7 +412,7 @@ def figure_of(rows: Sequence[Mapping[str, Any]]) -> Figure:
         times += [each for each in numbers if each is not None]
         if not numbers or None in numbers:
             return Figure(None, reason="its single times are missing, or are no positive numbers")
-    found = summarize(times)
+    found = summarize(times, of_processes=any("processes" in row for row in rows))
     if found.interval is None:
         return Figure(found.median, reason=found.reasons["interval"])
     return Figure(found.median, found.interval.low, found.interval.high, shortest=low_quantile(times))

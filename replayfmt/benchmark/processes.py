@@ -2,7 +2,7 @@
 
 The times of one process have a narrow interval that the next process often misses: where memory lies, which caches and
 cores it shares, what else the host does stay the same for seconds, and are different then. So the median of each
-process counts as one time here, and the interval is over these: it covers what another run would give. See T. Kalibera
+process counts as one time here, and the interval covers the median that another such run would give. See T. Kalibera
 and R. Jones, "Rigorous Benchmarking in Reasonable Time" (ISMM 2013), on repetition at the level that varies.
 
 Works on the JSON documents alone (no torch).
@@ -21,7 +21,6 @@ from .run_report import crowded, statistics_fields
 from .statistics import possible_places, summarize
 
 Row = dict[str, Any]
-_NOUN = ("process", "processes")
 _MEANS = ("real_time", "cpu_time", "host_time", "inclusive_us")
 
 
@@ -80,7 +79,7 @@ def _row(rows: Sequence[Row]) -> Row:
     if "ops_per_second" in merged:
         merged["ops_per_second"] = merged["ops"] / merged["real_time"] * 1e9
     if "estimated_us" in merged:
-        found = summarize([row["estimated_us"] for row in rows], _NOUN)
+        found = summarize([row["estimated_us"] for row in rows], of_processes=True)
         merged["estimated_us"] = found.median
         merged["estimated_us_low"], merged["estimated_us_high"] = (
             (None, None) if found.interval is None else (found.interval.low, found.interval.high)
@@ -90,7 +89,7 @@ def _row(rows: Sequence[Row]) -> Row:
             merged["estimated_us_low_reason"] = found.reasons["interval"]
     if "samples" in merged:
         medians = [row["median_real_time"] for row in rows]
-        fields = statistics_fields(summarize(medians, _NOUN))
+        fields = statistics_fields(summarize(medians, of_processes=True))
         merged = {name: value for name, value in merged.items() if name.removesuffix("_reason") not in fields} | fields
         merged["samples"] = {"real_time": medians}
     return merged

@@ -230,7 +230,8 @@ class Report:
             if row.get("median_real_time_low") is not None:
                 low, high = duration(row["median_real_time_low"]), duration(row["median_real_time_high"])
                 half = "" if row["median_half_width"] is None else f" (+-{row['median_half_width']:.1%})"
-                yield printable(f"{row['name']}: the median is between {low} and {high} with 95% confidence{half}")
+                whose = "the median of another run" if "processes" in row else "the median"
+                yield printable(f"{row['name']}: {whose} is between {low} and {high} with 95% confidence{half}")
             if row.get("iqr_real_time") is not None:
                 yield printable(_spread(row))
 

@@ -18,6 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
@@ -86,6 +87,10 @@ def _digits(value: float) -> str:
 
 
 CONFIDENCE = 0.95
+_DEVIATIONS = 1.96  # of a normal distribution: so many on either side have that confidence
+# Of the difference of two medians, which varies sqrt(2) times as much as one of them: 97.5%, since what else a machine
+# does drifts between two runs.
+_DEVIATIONS_OF_TWO = math.sqrt(2) * 2.24
 # With fewer times, no pair of them encloses the median with 95% confidence: 1 - 2 / 2**6 is the first value above it.
 SMALLEST_FOR_INTERVAL = 6
 # Up to here the binomial tail is summed exactly; beyond, its normal approximation picks the same ranks or safer ones.
@@ -153,10 +158,10 @@ class TimeStatistics:
         return self.standard_deviation / self.mean
 
 
-def summarize(
-    times: Sequence[float] | np.ndarray, noun: tuple[str, str] = ("iteration", "iterations")
-) -> TimeStatistics:
-    """Statistics over `times`, each of what `noun` names (one, several). Raises ValueError for an empty sample."""
+def summarize(times: Sequence[float] | np.ndarray, *, of_processes: bool = False) -> TimeStatistics:
+    """Statistics over `times`, each of one iteration, or `of_processes`: then the interval is `other_runs_interval`.
+    Raises ValueError for an empty sample."""
+    noun = ("process", "processes") if of_processes else ("iteration", "iterations")
     values = np.asarray(times, dtype=np.float64)
     if values.size == 0:
         raise ValueError("statistics need at least one time")
@@ -166,7 +171,7 @@ def summarize(
         deviation = float(values.std(ddof=1))
     else:
         reasons["standard_deviation"] = f"one {noun[0]} has no spread; two are needed"
-    interval = median_interval(values)
+    interval = other_runs_interval(values) if of_processes else median_interval(values)
     if interval is None:
         reasons["interval"] = (
             f"{values.size} {noun[1]} cannot enclose the median with {CONFIDENCE:.0%} confidence; "
@@ -228,8 +233,9 @@ def why_unmeasurable(times: TimeStatistics, step_ns: float | None, *, noise: boo
     return ""
 
 
-def median_interval(times: np.ndarray) -> Interval | None:
-    """The narrowest symmetric pair of order statistics around the median with at least 95% confidence, else None.
+def median_interval(times: np.ndarray, deviations: float = _DEVIATIONS) -> Interval | None:
+    """The narrowest symmetric pair of order statistics around the median with at least 95% confidence, else None. With
+    other `deviations` of a normal distribution than 1.96 it has their confidence, as far as there are so many times.
 
     Distribution-free: the number of times below the true median is binomial(n, 1/2), so the k-th smallest and the
     k-th largest enclose it with probability 1 - 2 P(B <= k - 1). See J.-Y. Le Boudec, "Performance Evaluation of
@@ -246,10 +252,25 @@ def median_interval(times: np.ndarray) -> Interval | None:
     if _clustered(above):
         independent = count / _correlation_time(above)
         # The number below the median varies as if each time were there several times.
-        rank = max(1, math.floor(count / 2 - 0.98 * count / math.sqrt(independent)))
-        return Interval(float(ordered[rank - 1]), float(ordered[count - rank]), CONFIDENCE, independent)
-    rank, confidence = _interval_rank(count)
+        rank = max(1, math.floor(count / 2 - deviations / 2 * count / math.sqrt(independent)))
+        return Interval(float(ordered[rank - 1]), float(ordered[count - rank]), _confidence(deviations), independent)
+    rank, confidence = _interval_rank(count, deviations)
     return Interval(float(ordered[rank - 1]), float(ordered[count - rank]), confidence, float(count))
+
+
+def other_runs_interval(medians: np.ndarray) -> Interval | None:
+    """Where the median of another run of as many processes lies with at least 95% confidence. So few processes have no
+    pair of medians with that confidence: the outermost ones are moved away from the median, in ratio, by what is
+    missing."""
+    found = median_interval(medians, _DEVIATIONS_OF_TWO)
+    if found is None:
+        return None
+    found_deviations = NormalDist().inv_cdf(min((1 + found.confidence) / 2, 1 - 1e-12))
+    missing = max(1.0, _DEVIATIONS_OF_TWO / found_deviations)
+    median = float(np.median(medians))
+    low = median * (found.low / median) ** missing if median > 0 else found.low
+    high = median * (found.high / median) ** missing if median > 0 else found.high
+    return Interval(low, high, CONFIDENCE, found.independent)
 
 
 def _clustered(above: np.ndarray) -> bool:
@@ -279,11 +300,16 @@ def _correlation_time(above: np.ndarray) -> float:
     return max(1.0, 2 * float(np.minimum.accumulate(positive).sum()) - 1)
 
 
+def _confidence(deviations: float) -> float:
+    return CONFIDENCE if deviations == _DEVIATIONS else math.erf(deviations / math.sqrt(2))
+
+
 @lru_cache(maxsize=4096)
-def _interval_rank(count: int) -> tuple[int, float]:
-    """The largest k whose interval still has the required confidence, and the confidence it has."""
+def _interval_rank(count: int, deviations: float) -> tuple[int, float]:
+    """The largest k whose interval still has the required confidence, and the confidence it has; 1 if none has it."""
+    required = _confidence(deviations)
     if count > LARGEST_EXACT:
-        rank = math.floor(count / 2 - 0.98 * math.sqrt(count))
+        rank = math.floor(count / 2 - deviations / 2 * math.sqrt(count))
         spread = (count / 2 - rank + 0.5) / (math.sqrt(count) / 2)  # continuity correction of the rank's tail
         return rank, math.erf(spread / math.sqrt(2))
     outcomes = 1 << count
@@ -291,7 +317,7 @@ def _interval_rank(count: int) -> tuple[int, float]:
     tail = 1  # outcomes, of 2**count, with at most rank - 1 times below the median: at first, the one with none
     while True:
         wider = tail + math.comb(count, rank)
-        if outcomes - 2 * wider < CONFIDENCE * outcomes:
+        if outcomes - 2 * wider < required * outcomes:
             return rank, (outcomes - 2 * tail) / outcomes
         tail = wider
         rank += 1

@@ -29,7 +29,7 @@ def test_the_interval_is_over_the_medians_of_the_processes():
     medians = [100.0, 104.0, 98.0, 101.0, 99.0, 110.0]
     context, (row,) = put_together([document({"BM_replay": each}, share=each / 1000) for each in medians])
     assert row["samples"] == {"real_time": medians} and row["median_real_time"] == 100.5 and row["iterations"] == 60
-    assert (row["median_real_time_low"], row["median_real_time_high"]) == (98.0, 110.0)
+    assert 95 < row["median_real_time_low"] < 98 and 110 < row["median_real_time_high"] < 116  # of another run, too
     assert row["real_time"] == pytest.approx(102) and row["ops_per_second"] == pytest.approx(4 / 102e-9)
     assert context["others_share"] == 0.11 and context["processes"] == 6
     assert context["warnings"] == ["nothing was verified"] and row["warnings"] == []  # not of the times of one process
@@ -42,7 +42,7 @@ def test_ops_are_ranked_by_what_all_processes_say():
     context, rows = put_together([document(each, **OPS) for each in of_each])
     assert [row["name"] for row in rows] == ["BM_op/a", "BM_op/b", "BM_op/c"]
     assert [(row["rank"], row["rank_low"], row["rank_high"]) for row in rows] == [(1, 1, 2), (2, 1, 2), (3, 3, 3)]
-    assert (rows[1]["estimated_us_low"], rows[1]["estimated_us_high"]) == (10.5, 12.0)
+    assert rows[1]["estimated_us_low"] == 10.5 and 12 < rows[1]["estimated_us_high"] < 13.5
     assert context["estimated_us"] == 22.5 and sum(row["share"] for row in rows) == pytest.approx(1)
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from replayfmt.benchmark.statistics import CONFIDENCE, Outliers, median_interval, summarize
+from replayfmt.benchmark.statistics import CONFIDENCE, Outliers, median_interval, other_runs_interval, summarize
 
 
 def test_an_even_sample_has_the_mean_of_the_middle_two_as_its_median():
@@ -132,3 +132,15 @@ def test_independent_times_are_seldom_taken_for_others(count):
 def test_times_that_alternate_or_do_not_change_are_independent():
     for times in ([1.0, 2.0] * 50, [1.0] * 100, [*range(1, 11)]):
         assert median_interval(np.array(times)).independent == len(times)
+
+
+@pytest.mark.parametrize("count", [6, 7, 10, 25])
+def test_the_interval_of_several_processes_holds_the_median_of_another_run_of_them(count):
+    random = np.random.default_rng(4)
+    runs = random.lognormal(0, 0.1, (4000, count))
+    held = sum(
+        found.low <= np.median(other) <= found.high
+        for found, other in zip(map(other_runs_interval, runs[::2]), runs[1::2], strict=True)
+    )
+    assert 0.92 < held / 2000 < 0.99
+    assert other_runs_interval(runs[0, :5]) is None
