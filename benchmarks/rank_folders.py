@@ -174,7 +174,14 @@ def measure_replay(folder: Path, steps: int) -> None:
     programs, replays = [], []
     for _ in range(1 if steps < STEPS else TURNS):  # gloo is fast or slow for a whole launch: several of each
         programs.append(float(launch(program, steps).split()[-1]))
-        launch("-m", "opreplay_tools.benchmark", f"--benchmark-min-time={steps}x", f"--benchmark-out={times}", "--force", out)
+        launch(
+            "-m",
+            "opreplay_tools.benchmark",
+            f"--benchmark-min-time={steps}x",
+            f"--benchmark-out={times}",
+            "--force",
+            out,
+        )
         rows = json.loads(times.read_text())["benchmarks"]
         replays.append(max(each["median_real_time"] for each in rows) / 1e9)
     row(

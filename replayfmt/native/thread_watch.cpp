@@ -18,6 +18,8 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pthread.h>
+#include <signal.h>
+#include <time.h>
 #include <unistd.h>
 #ifdef __linux__
 #include <sys/syscall.h>
@@ -95,6 +97,21 @@ at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
 std::atomic<int64_t>* ran_in_child = nullptr;  // of a forked child: set where it runs an operator; its parent has it, too
 std::atomic<int64_t>* children = nullptr;      // memory that forked children share: how many there were, then for each its
 size_t most_children = 0;                      // process id and whether it ran an operator
+std::atomic<int64_t> terminated_ns{0};  // when SIGTERM came, by the monotonic clock
+struct sigaction terminating = {};        // Python's own action
+
+int64_t monotonic_ns() {
+  timespec now = {};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * int64_t{1000000000} + now.tv_nsec;
+}
+
+// Notes when the signal came, and does what Python does, which calls its handler when the main thread is in Python again.
+void on_termination(int number) {
+  terminated_ns.store(monotonic_ns());
+  terminating.sa_handler(number);
+}
+
 bool forked = false;  // then the callback stays: PyTorch's lock around callbacks may be held for ever
 
 thread_local Thread* own = nullptr;
@@ -326,6 +343,7 @@ __attribute__((visibility("default"))) Watch* opreplay_watch_shared() { return &
 // Begin to count. `dispatch_mode`: the Python object that is on the mode stacks of threads that take part. `may_be_quiet`:
 // the calling thread has the key, and nothing but counting needs the callback there. Whether it is quiet.
 __attribute__((visibility("default"))) int opreplay_watch_begin(const void* dispatch_mode, int may_be_quiet) {
+  terminated_ns.store(0);
   const bool quiet = may_be_quiet && !at::hasCallbacks() && at::isRecordFunctionEnabled();
   mode.store(dispatch_mode);
   if (handle == at::INVALID_CALLBACK_HANDLE) {
@@ -383,10 +401,30 @@ __attribute__((visibility("default"))) void opreplay_watch_end() {
   }
 }
 
+// Have SIGTERM's arrival noted, beside what Python does. Whatever Python sets for it next takes our place. Called with
+// the interpreter's lock, so that Python sets nothing meanwhile.
+__attribute__((visibility("default"))) void opreplay_watch_termination() {
+  struct sigaction now = {};
+  sigaction(SIGTERM, nullptr, &now);
+  const bool plain = !(now.sa_flags & SA_SIGINFO) && now.sa_handler != SIG_DFL && now.sa_handler != SIG_IGN;
+  if (plain && now.sa_handler != on_termination) {
+    terminating = now;
+    now.sa_handler = on_termination;
+    sigaction(SIGTERM, &now, nullptr);
+  }
+}
+
+// How long ago SIGTERM came, in ns; 0: it did not.
+__attribute__((visibility("default"))) int64_t opreplay_watch_terminated() {
+  const int64_t came = terminated_ns.load();
+  return came ? std::max<int64_t>(monotonic_ns() - came, 1) : 0;
+}
+
 // In a forked child: count no more. Takes no lock, since others' may be held for ever; the callback stays and does
 // nothing. (Where RecordFunction was off, PyTorch takes its lock around callbacks to turn it on, as for a backward pass.)
 __attribute__((visibility("default"))) void opreplay_watch_forked() {
   forked = true;
+  terminated_ns.store(0);
   if (children) {
     const auto number = static_cast<size_t>(children[0].fetch_add(1));
     if (number < most_children) {

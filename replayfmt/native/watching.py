@@ -126,6 +126,15 @@ class ThreadWatch:
             self._watching = False
             self._library.opreplay_watch_forked()
 
+    def note_termination(self) -> None:
+        """Have it noted when SIGTERM comes, until another handler is set for it."""
+        if self._library is not None:
+            self._library.opreplay_watch_termination()
+
+    def terminated_ns(self) -> int:
+        """How long ago SIGTERM came; 0: it did not, or that is not known."""
+        return 0 if self._library is None else int(self._library.opreplay_watch_terminated())
+
     def take_part(self, takes: bool) -> None:
         """Set whether the operators of the calling thread are recorded by a mode, or are the recorder's own. (That they
         are recorded by the hook is seen.)"""
@@ -228,6 +237,7 @@ def _found() -> ctypes.PyDLL | NotAvailable:
     try:
         _loaded = library("thread_watch.cpp")
         _loaded.opreplay_watch_shared.restype = ctypes.c_void_p
+        _loaded.opreplay_watch_terminated.restype = ctypes.c_int64
         _loaded.opreplay_watch_also.restype = ctypes.c_void_p
         return _loaded
     except NotAvailable as problem:

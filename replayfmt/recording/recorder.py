@@ -46,7 +46,7 @@ from .options import CaptureKeywords, CaptureOptions
 from .patches import Watch
 from .program.children import AfterFork, ChildrenSeen, child_path
 from .program.module_scopes import ModuleScopes
-from .program.process import ProgramReplacement, Termination
+from .program.process import ProgramReplacement, Termination, end_if_stuck
 from .program.thread_attachment import HookAttachment, ModeAttachment, ThreadAttachment
 from .program.threads import HiddenThread, Threads
 from .stream.device_streams import StreamTrace
@@ -460,6 +460,7 @@ class Recorder:
         while not self._closed and core.failure is None:
             core.attempt(core.flushing.wait)
             core.flush()
+            core.attempt(end_if_stuck, core.thread_watch, core.lock)
 
     # ----------------------------------------------------------------------------------------------------------- scopes
 

@@ -216,6 +216,30 @@ time.sleep(600)
 
 
 @pytest.mark.slow
+def test_sigterm_ends_a_program_that_is_in_a_call_that_does_not_end(tmp_path):
+    """As without a capture."""
+    (tmp_path / "stuck.py").write_text(
+        HEAD
+        + """
+import ctypes
+x @ x
+libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+libc.pthread_mutex_lock(lock)
+ready()
+libc.pthread_mutex_lock(lock)
+"""
+    )
+    process = started(tmp_path, "-o", "s.opreplay", "stuck.py")
+    await_sleep(process.pid)
+    time.sleep(0.5)  # the recorder's thread looks now and then
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    found = Captured(tmp_path / "s.opreplay")
+    assert found.complete and "aten::mm.default" in found.op_names
+
+
+@pytest.mark.slow
 def test_a_partial_file_of_a_killed_capture_is_not_overwritten_without_force(tmp_path):
     (tmp_path / "p.opreplay.partial").write_text("what is left")
     (tmp_path / "short.py").write_text("import torch\ntorch.ones(1)\n")

@@ -4,8 +4,9 @@
 the recorder, so these must not be half imported at that moment. `ProgramReplacement` closes the capture at `os.execv`
 and its family, and at `os._exit`: nothing of the program runs afterwards. `Termination` closes it on SIGTERM, outside
 of any recorder code: if the signal finds the main thread inside the recorder, the handler waits for the program's own
-next step, and a compiler that builds part of the recorder is ended instead. Then the process exits with 143. A handler
-that the program sets replaces ours, and the previous handler is called after the capture is closed. Imports no torch.
+next step, and a compiler that builds part of the recorder is ended instead. Then the process exits with 143. Where the
+main thread is in a call of C code that does not end, a thread of the recorder does so (`end_if_stuck`). A handler that
+the program sets replaces ours, and the previous handler is called after the capture is closed. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import posix
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -22,6 +25,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from replayfmt.format.output import in_main_thread
+from replayfmt.native.watching import ThreadWatch
 
 from ..frames import in_recorders_work
 from ..patches import Patch, PatchSet
@@ -137,6 +141,7 @@ class Termination:
         self._finish = finish
         self._previous: Any = None
         self._installed = False
+        self.came = False
         self.ends_build = False
 
     def install(self, only_default: bool = False) -> None:
@@ -145,6 +150,7 @@ class Termination:
         if not in_main_thread():
             return
         previous = signal.getsignal(signal.SIGTERM)
+        self.came = False
         if previous is signal.SIG_DFL or (callable(previous) and not only_default):
             self._previous = previous
             signal.signal(signal.SIGTERM, self._handle)
@@ -159,6 +165,7 @@ class Termination:
                 signal.signal(signal.SIGTERM, self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
         if self.ends_build and _compiles(frame):
             self.ends_build = False
             raise BuildEnded
@@ -180,6 +187,22 @@ class Termination:
             self._previous(number, frame)
         # Like the signal's default action: no `finally`, no atexit, nothing flushed.
         os._exit(TERMINATED)
+
+
+_PATIENCE_NS = 1_000_000_000  # how long the main thread has to come to the handler
+
+
+def end_if_stuck(watch: ThreadWatch, lock: threading.RLock) -> None:
+    """In a thread of the recorder, now and then: end the process if SIGTERM came a while ago and the main thread, which
+    is in a call of C code, has not come to the handler. The signal's default action would have ended it there. The
+    capture is closed before, unless the recorder's `lock` is not to be had."""
+    handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    if not isinstance(handler, Termination):
+        return
+    if watch.terminated_ns() > _PATIENCE_NS and not handler.came:
+        ends = os._exit if lock.acquire(timeout=_PATIENCE_NS / 1e9) else posix._exit  # the first is replaced by ours
+        ends(TERMINATED)
+    watch.note_termination()  # again: setting any handler from Python undoes it
 
 
 def _compiles(frame: FrameType | None) -> bool:
