@@ -13,7 +13,7 @@ import torch
 from replayfmt.format.codes import StorageOrigin
 from replayfmt.format.model import Kernel
 from replayfmt.importers.importing import import_trace
-from replayfmt.importers.rewrites.engines import ENGINE_SCHEMAS, ENGINES
+from replayfmt.importers.rewrites.engines import ENGINES, SCHEMAS
 from replayfmt.importers.rewrites.portable import Portable
 from replayfmt.importers.rewrites.rewriting import Rewritten, tensors_in
 from replayfmt.pytorch.overloads import parse_schema
@@ -31,7 +31,7 @@ def run(name: str, **given: Any) -> None:
 
 def rewrite(machine: Machine, name: str, given: dict[str, Any], *more: Any) -> Rewritten:
     """What replaces a call whose other arguments have their defaults."""
-    schemas = [parse_schema(each) for each in ENGINE_SCHEMAS[name]]
+    schemas = [parse_schema(each) for each in SCHEMAS[name]]
     schema = next(each for each in schemas if set(given) <= {argument.name for argument in each.arguments})
     arguments = [
         (each.name, machine.given(given.get(each.name, each.default_value)))

@@ -81,7 +81,7 @@ def test_the_wheel_holds_what_the_tree_holds(wheel: Path) -> None:
     library = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "replayfmt").rglob("*")
-        if path.suffix in {".py", ".cpp", ".h", ".toml", ".html", ".css", ".js"}
+        if path.suffix in {".py", ".cpp", ".h", ".toml", ".txt", ".html", ".css", ".js"}
     }
     tools = {f"opreplay_tools/{path.name}" for path in (ROOT / "tools").glob("*.py")}
     tools |= {f"opreplay_tools/playbook/{path.name}" for path in (ROOT / "tools/playbook").glob("*.md")}

@@ -30,7 +30,8 @@ from ..common.options import ImportOptions, Level, TraceRange, parse_time
 from ..common.report import ImportReport, most
 from ..common.synthesis import ImportedSession, imported_session, of_ranks
 from ..common.trace_files import MOST_RANKS, RankTrace, others_note, rank_fields
-from ..rewrites.portable import SCHEMAS, Portable
+from ..rewrites.engines import SCHEMAS
+from ..rewrites.portable import Portable
 from .calls import EventCalls, Placement
 from .events import OPERATOR_NAME, OpKind, TraceEvents, integer, read_events
 from .graphs import capture_windows, captured, give_operators

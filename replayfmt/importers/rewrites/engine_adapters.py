@@ -81,48 +81,8 @@ def expand(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
 _NAMES = {"inputs": "data", "output_tensor": "out", "lora_a_weights": "weights", "lora_b_weights": "weights"}
 _NAMES |= {"token_lora_mapping": "indices", "lora_indices_tensor": "indices", "seq_len_tensor": "lengths"}
 _NAMES |= {"offset_start": "offset", "slice_offset": "offset"}
-_SORTED = (
-    "Tensor(a!) output_tensor, Tensor token_lora_mapping, Tensor token_indices_sorted_by_lora_ids, "
-    "Tensor num_tokens_per_lora, Tensor lora_token_start_loc, Tensor lora_ids, Tensor no_lora_flag_cpu, "
+RULES: tuple[tuple[Any, str], ...] = (
+    (renamed(shrink(zeros=True), _NAMES), "vllm::lora_shrink"),
+    (renamed(shrink(zeros=False), _NAMES), "vllm::bgmv_shrink vllm::sgmv_shrink"),
+    (renamed(expand, _NAMES), "vllm::lora_expand vllm::bgmv_expand vllm::bgmv_expand_slice vllm::sgmv_expand"),
 )
-_ACTIVE = ("", "Tensor num_active_loras, ", "int num_active_loras, ")
-_ONE = "Tensor(a!) output_tensor, Tensor lora_indices_tensor, "
-_SEQUENCES = (
-    "Tensor(a!) output_tensor, Tensor b_seq_start_loc, Tensor seq_len_tensor, Tensor lora_indices_tensor, int batches, "
-    "int max_seq_length, int token_nums, "
-)
-# By operator: its rule, and its schemas without the name, one for each order of arguments that versions have.
-TABLE: dict[str, tuple[Any, ...]] = {
-    "vllm::lora_shrink": (
-        renamed(shrink(zeros=True), _NAMES),
-        *(f"(Tensor inputs, Tensor[] lora_a_weights, {_SORTED}{active}float scaling) -> ()" for active in _ACTIVE),
-    ),
-    "vllm::lora_expand": (
-        renamed(expand, _NAMES),
-        *(
-            f"(Tensor inputs, Tensor[] lora_b_weights, {_SORTED}{active}int offset_start=0, "
-            "bool add_inputs=False) -> ()"
-            for active in _ACTIVE
-        ),
-    ),
-    "vllm::bgmv_shrink": (
-        renamed(shrink(zeros=False), _NAMES),
-        f"(Tensor inputs, Tensor lora_a_weights, {_ONE}float scaling=1.0) -> ()",
-    ),
-    "vllm::bgmv_expand": (
-        renamed(expand, _NAMES),
-        f"(Tensor inputs, Tensor lora_b_weights, {_ONE}bool add_inputs=True) -> ()",
-    ),
-    "vllm::bgmv_expand_slice": (
-        renamed(expand, _NAMES),
-        f"(Tensor inputs, Tensor lora_b_weights, {_ONE}int slice_offset, int slice_size, bool add_inputs=True) -> ()",
-    ),
-    "vllm::sgmv_shrink": (
-        renamed(shrink(zeros=False), _NAMES),
-        f"(Tensor inputs, Tensor[] lora_a_weights, {_SEQUENCES}float scaling) -> ()",
-    ),
-    "vllm::sgmv_expand": (
-        renamed(expand, _NAMES),
-        f"(Tensor inputs, Tensor[] lora_b_weights, {_SEQUENCES}int offset_start=0, bool add_inputs=False) -> ()",
-    ),
-}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from replayfmt.format.codes import DType
 from replayfmt.pytorch.traced_names import Requests
 
 from ..common.synthesis import Tensor
 from .engine_experts import LARGEST, dequantized, quantized
-from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain, tensors_in
+from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain, renamed, tensors_in
 
 
 def _float8(calls: RewrittenCalls, cache: Tensor, dtype: DType) -> Tensor:
@@ -518,3 +519,44 @@ def _lengths(group: Requests, room: int, decodes: bool) -> tuple[int, int, int]:
     if keys is None or each < 1:
         raise CannotRewrite("attention whose cache is no argument, in a step whose annotation does not say the keys")
     return count, each, max(-(-keys // count), each)
+
+
+# --------------------------------------------------------------------------------------------------------------- table
+
+_MERGED = {"v_a": "prefix_output", "s_a": "prefix_lse", "v_b": "suffix_output", "s_b": "suffix_lse"}
+_MERGED |= {"v_merged": "output", "s_merged": "output_lse"}
+_AITER_NAMES = {"dropout_p": "p_dropout", "logits_soft_cap": "softcap"}
+LATENT_NAMES = {"kv_c_and_k_pe_cache": "cache", "sm_scale": "scale", "softmax_scale": "scale", "kv_cache": "cache"}
+LATENT_NAMES |= {"kcache": "cache", "k_cache": "cache", "seqlens_k": "seq_lens", "block_table": "page_table"}
+_FLASHINFER_NAMES = {"q": "query", "paged_k_cache": "key_cache", "paged_v_cache": "value_cache", "o": "out"}
+_FLASHINFER_NAMES |= {"paged_kv_indptr": "kv_indptr", "paged_kv_indices": "kv_page_indices", "sm_scale": "scale"}
+_FLASHINFER_NAMES |= {"paged_kv_last_page_len": "kv_last_page_lens", "maybe_lse": "lse", "alibi_slopes": "unused"}
+_PREFILL_NAMES = {"paged_k_cache": "k", "paged_v_cache": "v", "o": "out", "qo_indptr": "cu_seqlens_q"}
+_PREFILL_NAMES |= {"paged_kv_indptr": "kv_indptr", "paged_kv_indices": "kv_page_indices", "maybe_lse": "lse"}
+_PREFILL_NAMES |= {"paged_kv_last_page_len": "kv_last_page_lens", "sm_scale": "softmax_scale"}
+_PREFILL_NAMES |= {"window_left": "window_size_left", "logits_soft_cap": "softcap"}
+_PREFILL_NAMES |= {"scale_k": "k_descale", "scale_v": "v_descale"}
+RULES: tuple[tuple[Any, str], ...] = (
+    (reshape_and_cache, "_C_cache_ops::reshape_and_cache aiter::reshape_and_cache"),
+    (reshape_and_cache_flash, "_C_cache_ops::reshape_and_cache_flash aiter::reshape_and_cache_flash"),
+    (cache_of_a_step, "vllm::unified_kv_cache_update"),
+    (merged_states, "_C::merge_attn_states"),
+    (renamed(merged_states, _MERGED), "sgl_kernel::merge_state sgl_kernel::merge_state_v2"),
+    (paged_attention, "_C::paged_attention_v1 _C::paged_attention_v2 _rocm_C::paged_attention"),
+    (flash, "_vllm_fa2_C::varlen_fwd _vllm_fa3_C::fwd sgl_kernel::fwd"),
+    (renamed(flash, _AITER_NAMES), "aiter::mha_varlen_fwd aiter::fmha_v3_varlen_fwd"),
+    (renamed(listed_pages, _AITER_NAMES), "aiter::mha_batch_prefill"),
+    (decode_of_listed_pages, "aiter::paged_attention_ragged"),
+    (renamed(decode_of_listed_pages, _FLASHINFER_NAMES), "flashinfer::batch_decode"),
+    (renamed(prefill, _PREFILL_NAMES), "flashinfer::batch_prefill_paged flashinfer::single_prefill"),
+    (renamed(prefill, _PREFILL_NAMES | {"kv_indptr": "cu_seqlens_k"}), "flashinfer::batch_prefill_ragged"),
+    (
+        renamed(latent_attention, LATENT_NAMES),
+        "_C::cutlass_mla_decode _C::sm100_cutlass_mla_decode sgl_kernel::cutlass_mla_decode",
+    ),
+    (latent_attention_of_a_step, "vllm::unified_mla_attention vllm::unified_mla_attention_with_output"),
+    (
+        attention_of_a_step,
+        "vllm::unified_attention vllm::unified_attention_with_output sglang::unified_attention_with_output",
+    ),
+)

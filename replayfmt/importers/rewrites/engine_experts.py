@@ -8,7 +8,7 @@ from typing import Any
 from replayfmt.format.codes import DType
 
 from ..common.synthesis import Tensor
-from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain, tensors_in
+from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain, renamed, tensors_in
 
 LARGEST = {DType.float8_e4m3fn: 448.0, DType.float8_e5m2: 57344.0, DType.float8_e4m3fnuz: 240.0, DType.int8: 127.0}
 
@@ -376,3 +376,34 @@ def grouped_product(calls: RewrittenCalls, given: Given, _results: Recorded) -> 
     last = calls.cast(calls.filled(1, rows.meta.sizes[0]), DType.int32)
     ends = calls.one("aten::cat", tensors=[calls.slice(begins, 0, 1, count), last], dim=0)
     calls.write(target, calls.one("aten::_grouped_mm", self=rows, mat2=weight, offs=ends))
+
+
+# --------------------------------------------------------------------------------------------------------------- table
+
+_GROUPED = {"input": "gates", "gating_output": "gates", "scores": "gates", "correction_bias": "bias"}
+_GROUPED |= {"num_expert_group": "groups", "n_group": "groups", "topk_grp": "topk_group"}
+_GROUPED |= {"need_renorm": "renormalize", "n_share_experts_fusion": "num_fused_shared_experts"}
+RULES: tuple[tuple[Any, str], ...] = (
+    (topk(), "_moe_C::topk_softmax aiter::topk_softmax vllm::rocm_aiter_topk_softmax sgl_kernel::topk_softmax"),
+    (
+        topk("sigmoid"),
+        "_moe_C::topk_sigmoid aiter::topk_sigmoid vllm::rocm_aiter_topk_sigmoid sgl_kernel::topk_sigmoid",
+    ),
+    (
+        renamed(grouped_topk, _GROUPED),
+        "_moe_C::grouped_topk sgl_kernel::moe_fused_gate aiter::biased_grouped_topk_hip aiter::biased_grouped_topk "
+        "vllm::rocm_aiter_biased_grouped_topk",
+    ),
+    (moe_align(0), "_moe_C::moe_align_block_size _moe_C::sgl_moe_align_block_size"),
+    (moe_align(-1), "sgl_kernel::moe_align_block_size"),
+    (moe_sum, "_moe_C::moe_sum sgl_kernel::moe_sum aiter::moe_sum sgl_kernel::moe_sum_reduce"),
+    (permuted, "_moe_C::moe_permute _moe_C::moe_permute_with_scratch"),
+    (unpermuted, "_moe_C::moe_unpermute"),
+    (shuffled_rows, "_moe_C::shuffle_rows sgl_kernel::shuffle_rows"),
+    (grouped_product, "_C::cutlass_moe_mm"),
+    (renamed(experts, inplace=True), "vllm::inplace_fused_experts sglang::inplace_fused_experts"),
+    (renamed(experts, inplace=False), "vllm::outplace_fused_experts sglang::outplace_fused_experts"),
+    (experts, "aiter::fused_moe_ vllm::rocm_aiter_fused_moe"),
+    (renamed(expert_stage(1), {"hidden_states": "data"}), "aiter::ck_moe_stage1"),
+    (renamed(expert_stage(2), {"inter_states": "data"}), "aiter::ck_moe_stage2"),
+)

@@ -9,7 +9,7 @@ from replayfmt.format.codes import DType
 
 from ..common.synthesis import Tensor
 from .engine_experts import LARGEST, dequantized, gated, quantized
-from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain
+from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain, renamed
 
 # -------------------------------------------------------------------------------------------------------- normalization
 
@@ -342,3 +342,91 @@ def norm_and_rotary(calls: RewrittenCalls, given: Given, _results: Recorded) -> 
         normal = _normalized(calls, heads, given[f"{name}_weight"], given["eps"])
         _turn(calls, normal, normal, table, width, bool(given["is_neox"]))
         calls.write(part, calls.one("aten::reshape", self=normal, shape=list(part.meta.sizes)))
+
+
+# --------------------------------------------------------------------------------------------------------------- table
+
+_ROPES = ("", "2c_", "cached_", "cached_2c_", "cached_positions_", "cached_positions_2c_")
+RULES: tuple[tuple[Any, str], ...] = (
+    (rms_norm(), "_C::rms_norm _C::rms_norm_weightless"),
+    (rms_norm("output", "eps"), "sgl_kernel::rmsnorm"),
+    (rms_norm("output", "eps", 1), "sgl_kernel::gemma_rmsnorm"),
+    (rms_norm("out", "eps"), "flashinfer::rmsnorm"),
+    (rms_norm("", "epsilon"), "aiter::rms_norm aiter::rmsnorm2d_fwd"),
+    (renamed(rms_norm("", "variance_epsilon"), {"x": "input"}), "vllm::rocm_aiter_rms_norm"),
+    (fused_add_norm(), "_C::fused_add_rms_norm _C::fused_add_rms_norm_weightless"),
+    (fused_add_norm("eps"), "sgl_kernel::fused_add_rmsnorm flashinfer::fused_add_rmsnorm"),
+    (fused_add_norm("eps", 1), "sgl_kernel::gemma_fused_add_rmsnorm"),
+    (norm_with_add, "aiter::rmsnorm2d_fwd_with_add"),
+    (norm_of_sum, "vllm::rocm_aiter_rmsnorm2d_fwd_with_add"),
+    (norm_block_quant, "_C::rms_norm_per_block_quant"),
+    (norm_static_quant, "_C::rms_norm_static_fp8_quant"),
+    (fused_add_norm_static_quant, "_C::fused_add_rms_norm_static_fp8_quant"),
+    (norm_dynamic_quant(), "_C::rms_norm_dynamic_per_token_quant"),
+    (
+        norm_dynamic_quant("out", "yscale"),
+        "aiter::rmsnorm2d_fwd_with_dynamicquant aiter::rmsnorm2d_fwd_with_add_dynamicquant",
+    ),
+    (norm_dynamic_quant("out", "scale"), "aiter::add_rmsnorm_quant"),
+    (static_quant(), "_C::static_scaled_fp8_quant _C::static_scaled_int8_quant"),
+    (static_quant("out"), "aiter::static_per_tensor_quant"),
+    (dynamic_quant(by_token=False), "_C::dynamic_scaled_fp8_quant"),
+    (dynamic_quant(by_token=True), "_C::dynamic_per_token_scaled_fp8_quant _C::dynamic_scaled_int8_quant"),
+    (dynamic_quant("out", by_token=False), "aiter::dynamic_per_tensor_quant"),
+    (dynamic_quant("out", "scales", by_token=True), "aiter::dynamic_per_token_scaled_quant"),
+    (dynamic_quant("output_q", "output_s", by_token=True), "sgl_kernel::sgl_per_token_quant_fp8"),
+    (tensor_quant, "sgl_kernel::sgl_per_tensor_quant_fp8"),
+    (
+        group_quant,
+        "_C::per_token_group_fp8_quant _C::per_token_group_quant_int8 sgl_kernel::sgl_per_token_group_quant_fp8 "
+        "sgl_kernel::sgl_per_token_group_quant_int8 sgl_kernel::sgl_per_token_group_quant_8bit "
+        "sgl_kernel::sgl_per_token_group_quant_8bit_v2",
+    ),
+    (
+        renamed(group_quant, {"out": "output_q", "scales": "output_s"}, fuse_silu_and_mul=True),
+        "_C::silu_and_mul_per_block_quant",
+    ),
+    (product("a", "b", "a_scales", "b_scales", "out"), "_C::cutlass_scaled_mm"),
+    (
+        product("mat_a", "mat_b", "scales_a", "scales_b"),
+        "sgl_kernel::fp8_scaled_mm sgl_kernel::int8_scaled_mm sgl_kernel::fp8_blockwise_scaled_mm",
+    ),
+    (product("mat_a", "mat_b", out="output", by_rows=True), "sgl_kernel::dsv3_router_gemm"),
+    (product("mat_a", "mat_b", out="output"), "sgl_kernel::dsv3_fused_a_gemm"),
+    (product("x", "weight", by_rows=True), "vllm::rocm_unquantized_gemm"),
+    (product("in_b", "in_a", by_rows=True), "_rocm_C::LLMM1"),
+    (renamed(product("in_b", "in_a", by_rows=True), {"in_bias": "bias"}), "_rocm_C::wvSplitK _rocm_C::wvSplitKrc"),
+    (
+        renamed(product("in_b", "in_a", "scale_b", "scale_a", "out_c", by_rows=True), {"in_bias": "bias"}),
+        "_rocm_C::wvSplitKQ",
+    ),
+    (renamed(product("A", "B", "scale_a", "scale_b", by_rows=True), {"otype": "dtype"}), "aiter::gemm_a16w16"),
+    (product("XQ", "WQ", "x_scale", "w_scale", by_rows=True), "aiter::gemm_a8w8_CK aiter::gemm_a8w8_blockscale"),
+    (
+        renamed(product("A", "B", "As", "Bs", by_rows=True), {"output_dtype": "dtype"}),
+        "vllm::rocm_aiter_w8a8_gemm vllm::rocm_aiter_gemm_w8a8 vllm::rocm_aiter_gemm_a8w8 "
+        "vllm::rocm_aiter_gemm_w8a8_blockscale vllm::rocm_aiter_gemm_a8w8_blockscale "
+        "vllm::rocm_aiter_triton_gemm_a8w8_blockscale",
+    ),
+    (activation("result", "silu"), "_C::silu_and_mul"),
+    (activation("result", "gelu"), "_C::gelu_and_mul"),
+    (activation("result", "gelu", approximate="tanh"), "_C::gelu_tanh_and_mul"),
+    (activation("out", "silu"), "sgl_kernel::silu_and_mul flashinfer::silu_and_mul aiter::silu_and_mul"),
+    (activation("out", "gelu"), "sgl_kernel::gelu_and_mul flashinfer::gelu_and_mul aiter::gelu_and_mul"),
+    (
+        activation("out", "gelu", approximate="tanh"),
+        "sgl_kernel::gelu_tanh_and_mul flashinfer::gelu_tanh_and_mul aiter::gelu_tanh_and_mul",
+    ),
+    (activation("out", "silu", last=True), "_C::mul_and_silu"),
+    (alone(approximate="tanh"), "_C::gelu_new _C::gelu_fast"),
+    (alone(), "_C::gelu_quick sgl_kernel::gelu_quick"),
+    (swiglu(), "_C::silu_and_mul_with_clamp"),
+    (swiglu(pairs=True), "_C::swigluoai_and_mul"),
+    (relu_gated, "_C::fatrelu_and_mul"),
+    (relu_squared, "_C::relu_squared"),
+    (silu_quant, "_C::silu_and_mul_quant"),
+    (rotary, "_C::rotary_embedding sgl_kernel::rotary_embedding aiter::rotary_embedding_fwd"),
+    (rope, " ".join(f"aiter::rope_{kind}fwd_impl" for kind in _ROPES)),
+    (rope_by_positions, "sgl_kernel::apply_rope_pos_ids_cos_sin_cache"),
+    (norm_and_rotary, "_C::fused_qk_norm_rope"),
+)

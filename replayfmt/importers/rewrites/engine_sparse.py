@@ -14,7 +14,7 @@ from typing import Any
 from replayfmt.format.codes import DType
 
 from ..common.synthesis import Tensor
-from .engine_attention import by_scores, latent_attention, put
+from .engine_attention import LATENT_NAMES, by_scores, latent_attention, put
 from .engine_experts import LARGEST, block_products, dequantized
 from .engine_weights import unpacked
 from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain, renamed, tensors_in
@@ -313,86 +313,32 @@ def gemm(layout: str) -> Any:
 
 # -------------------------------------------------------------------------------------------------------------- table
 
-_EPILOGUE = "int epilogue_kind=0, float? epilogue_alpha=None, Tensor? epilogue_sfd=None) -> ()"
-_DIMS = "str compiled_dims='nk', "
-_RECIPES = "int[]? recipe=None, int[]? recipe_a=None, int[]? recipe_b=None, " + _DIMS
-_CAST = "bool disable_ue8m0_cast=False, "
-_QUANTIZED_PAIR = "(Tensor a, Tensor sfa, Tensor b, Tensor sfb, Tensor(a!) d, "
-_PAIR = "(Tensor a, Tensor b, Tensor(a!) d, "
-_PADDED = "bool use_psum_layout=False, bool ensure_zero_padding=True, "
-_EXPECTED = "int? expected_m_for_psum_layout=None, "
-_ROWS = "int numRows, int stride0, int stride1, int topK) -> ()"
 _LENGTHS = {"lengths": "ends", "output": "indices", "seq_lens": "ends", "rowStarts": "starts", "rowEnds": "ends"}
 _LENGTHS |= {"score": "logits", "row_starts": "starts"}
-# By operator: its rule, and its schemas without the name, one for each order of arguments that versions have.
-TABLE: dict[str, tuple[Any, ...]] = {
-    "_flashmla_C::sparse_decode_fwd": (
-        chosen_attention,
-        "(Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, Tensor? attn_sink, "
-        "Tensor? tile_scheduler_metadata, Tensor? num_splits, Tensor? extra_kv, Tensor? extra_indices, "
-        "Tensor? extra_topk_length, int d_v, float sm_scale, Tensor(c!)? out_=None, "
-        "bool enable_batch_invariant=False) -> (Tensor, Tensor, Tensor?, Tensor?)",
-    ),
-    **{
-        f"{library}::indexer_k_quant_and_cache": (
-            indexer_cache,
-            "(Tensor k, Tensor(a!) kv_cache, Tensor slot_mapping, int quant_block_size, str kv_cache_dtype, "
-            "bool preshuffle=False) -> ()",
-        )
-        for library in ("_C_cache_ops", "aiter")
-    },
-    **{
-        f"{library}::cp_gather_indexer_k_quant_cache": (
-            gather_indexer_cache,
-            "(Tensor kv_cache, Tensor(a!) dst_k, Tensor(b!) dst_scale, Tensor block_table, Tensor cu_seq_lens, "
-            "bool preshuffle=False) -> ()",
-        )
-        for library in ("_C_cache_ops", "aiter")
-    },
-    "_C::top_k_per_row_prefill": (
+RULES: tuple[tuple[Any, str], ...] = (
+    (chosen_attention, "_flashmla_C::sparse_decode_fwd _flashmla_C::sparse_prefill_fwd sgl_kernel::sparse_prefill_fwd"),
+    (concat_and_cache, "_C_cache_ops::concat_and_cache_mla"),
+    (renamed(latent_decode, LATENT_NAMES), "_flashmla_C::fwd_kvcache_mla sgl_kernel::fwd_kvcache_mla"),
+    (indexer_cache, "_C_cache_ops::indexer_k_quant_and_cache aiter::indexer_k_quant_and_cache"),
+    (gather_indexer_cache, "_C_cache_ops::cp_gather_indexer_k_quant_cache aiter::cp_gather_indexer_k_quant_cache"),
+    (
         renamed(best_of_rows, _LENGTHS),
-        f"(Tensor logits, Tensor rowStarts, Tensor rowEnds, Tensor(a!) indices, {_ROWS}",
+        "_C::top_k_per_row_prefill _C::top_k_per_row_decode _C::persistent_topk _C::cooperative_topk "
+        "sgl_kernel::fast_topk",
     ),
-    "_C::top_k_per_row_decode": (
-        renamed(best_of_rows, _LENGTHS),
-        f"(Tensor logits, int next_n, Tensor seq_lens, Tensor(a!) indices, {_ROWS}",
-    ),
-    **{
-        f"_C::{name}_topk": (
-            renamed(best_of_rows, _LENGTHS),
-            "(Tensor logits, Tensor lengths, Tensor(a!) output, Tensor workspace, int k, int max_seq_len) -> ()",
+    (indexer_logits, "deep_gemm::fp8_fp4_mqa_logits"),
+    (paged_indexer_logits, "deep_gemm::fp8_fp4_paged_mqa_logits"),
+    *(
+        (
+            gemm(layout),
+            f"deep_gemm::fp8_fp4_gemm_{layout} deep_gemm::bf16_gemm_{layout}"
+            + "".join(
+                f" deep_gemm::m_grouped_{numbers}_gemm_{layout}_{rows}"
+                for numbers in ("fp8_fp4", "bf16")
+                for rows in ("contiguous", "masked")
+                if layout[0] == "n"
+            ),
         )
-        for name in ("persistent", "cooperative")
-    },
-    "sgl_kernel::fast_topk": (
-        renamed(best_of_rows, _LENGTHS),
-        "(Tensor score, Tensor(a!) indices, Tensor lengths, Tensor? row_starts) -> ()",
-    ),
-    "deep_gemm::fp8_fp4_mqa_logits": (
-        indexer_logits,
-        "(Tensor q, Tensor? q_sf, Tensor kv, Tensor kv_sf, Tensor weights, Tensor cu_seq_len_k_start, "
-        "Tensor cu_seq_len_k_end, int max_seqlen_k, Tensor? schedule_meta=None) -> Tensor",
-    ),
-    "deep_gemm::fp8_fp4_paged_mqa_logits": (
-        paged_indexer_logits,
-        "(Tensor q, Tensor? q_sf, Tensor kv_cache, Tensor weights, Tensor context_lens, Tensor block_table, "
-        "Tensor schedule_meta, int max_context_len, Tensor? indices=None) -> Tensor",
-    ),
-    **{
-        f"deep_gemm::{name}_gemm_{layout}": (gemm(layout), f"{schema}{_EPILOGUE}")
         for layout in ("nn", "nt", "tn", "tt")
-        for name, schema in (
-            ("fp8_fp4", f"{_QUANTIZED_PAIR}Tensor? c=None, {_RECIPES}{_CAST}float? alpha=None, "),
-            ("bf16", f"{_PAIR}Tensor? c=None, str compiled_dims='nk', float? alpha=None, "),
-        )
-    },
-    **{
-        f"deep_gemm::m_grouped_{name}_gemm_{layout}_{kind}": (gemm(layout), f"{pair}{rows}{more}{_EPILOGUE}")
-        for layout in ("nn", "nt")
-        for name, pair, recipes in (("fp8_fp4", _QUANTIZED_PAIR, _RECIPES + _CAST), ("bf16", _PAIR, _DIMS))
-        for kind, rows, more in (
-            ("contiguous", "Tensor grouped_layout, ", recipes + _PADDED + _EXPECTED * (layout == "nt")),
-            ("masked", "Tensor masked_m, int expected_m, ", recipes),
-        )
-    },
-}
+    ),
+)

@@ -289,38 +289,8 @@ def selective_scan(calls: RewrittenCalls, given: Given, _results: Recorded) -> N
 
 _NAMES = {"pad_slot_id": "padding", "null_block_id": "padding", "conv_state_indices": "cache_indices"}
 _NAMES |= {"conv_state": "conv_states"}
-_CONVOLVED = (
-    "(Tensor(a!) x, Tensor weight, Tensor? bias_, Tensor(b!)? conv_states, Tensor? query_start_loc, "
-    "Tensor? cache_indices, Tensor? has_initial_state, bool silu_activation, int pad_slot_id) -> ()"
+RULES: tuple[tuple[Any, str], ...] = (
+    (renamed(convolution, _NAMES), "_C::causal_conv1d_fwd sgl_kernel::causal_conv1d_fwd"),
+    (renamed(convolution_step, _NAMES), "_C::causal_conv1d_update sgl_kernel::causal_conv1d_update"),
+    (renamed(selective_scan, _NAMES), "_C::selective_scan_fwd sgl_kernel::selective_scan_fwd"),
 )
-_STEP = (
-    "(Tensor(a!) x, Tensor(b!) conv_state, Tensor weight, Tensor? bias_, bool silu_activation, Tensor? cache_seqlens_, "
-    "Tensor? conv_state_indices, int pad_slot_id) -> ()"
-)
-_SCAN = (
-    "(Tensor u, Tensor(a!) delta, Tensor A, Tensor B, Tensor C, Tensor? D_, Tensor(b!)? z_, Tensor? delta_bias_, "
-    "bool delta_softplus, Tensor? query_start_loc, Tensor? cache_indices, Tensor? has_initial_state, "
-    "Tensor(c!) ssm_states, int "
-)
-_BLOCKS = (
-    ", int block_size, Tensor? block_idx_first_scheduled_token, Tensor? block_idx_last_scheduled_token, "
-    "Tensor? initial_state_idx"
-)
-_CHUNKS = ", Tensor? cu_chunk_seqlen, Tensor? last_chunk_indices"
-# By operator: its rule, and its schemas without the name, one for each order of arguments that versions have.
-TABLE: dict[str, tuple[Any, ...]] = {
-    name: (renamed(rule, _NAMES), *schemas)
-    for library in ("_C", "sgl_kernel")
-    for name, rule, *schemas in (
-        (f"{library}::causal_conv1d_fwd", convolution, _CONVOLVED),
-        (f"{library}::causal_conv1d_update", convolution_step, _STEP),
-        (
-            f"{library}::selective_scan_fwd",
-            selective_scan,
-            f"{_SCAN}pad_slot_id) -> ()",
-            f"{_SCAN}pad_slot_id{_BLOCKS}) -> ()",
-            f"{_SCAN}pad_slot_id{_BLOCKS}{_CHUNKS}) -> ()",
-            f"{_SCAN}null_block_id{_BLOCKS}{_CHUNKS}) -> ()",
-        ),
-    )
-}

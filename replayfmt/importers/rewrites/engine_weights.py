@@ -374,96 +374,17 @@ def float4_product(calls: RewrittenCalls, given: Given, _results: Recorded) -> N
 
 # -------------------------------------------------------------------------------------------------------------- table
 
-_AWQ_WEIGHT = "Tensor _kernel, Tensor _scaling_factors, Tensor _zeros"
 _AWQ_NAMES = {"_in_feats": "data", "_kernel": "weight", "_scaling_factors": "scales", "_zeros": "zeros"}
 _AWQ_NAMES |= {"qweight": "weight", "qzeros": "zeros"}
-_GPTQ = "(Tensor a, Tensor b_q_weight, Tensor b_gptq_qzeros, Tensor b_gptq_scales, "
 _SHUFFLED = {"use_exllama": "shuffled", "use_shuffle": "shuffled"}
-_INTO = "(Tensor a, Tensor(a!)? c, Tensor b_q_weight, "
-_GLOBAL, _POINTS, _ORDER = "Tensor? global_scale, ", "Tensor? b_zeros, ", "Tensor? g_idx, Tensor? perm, "
-_SIZES = "int b_type_id, int size_m, int size_n, int size_k, "
-_REDUCE = "bool use_atomic_add, bool use_fp32_reduce, bool is_zp_float"
-_BIAS, _SCALES, _OF_DATA = "Tensor? b_bias, ", "Tensor b_scales, ", "Tensor? a_scales, "
-_TILES = ", int thread_k, int thread_n, int blocks_per_sm"
-_BLOCKS = (
-    "Tensor sorted_token_ids, Tensor expert_ids, Tensor valid, Tensor topk_weights, int block, int top_k, "
-    "bool mul_topk_weights, "
+RULES: tuple[tuple[Any, str], ...] = (
+    (float4_quantize, "_C::scaled_fp4_quant sgl_kernel::scaled_fp4_quant"),
+    (float4_product, "_C::cutlass_scaled_fp4_mm sgl_kernel::cutlass_scaled_fp4_mm"),
+    (renamed(awq_dequantize, _AWQ_NAMES), "_C::awq_dequantize sgl_kernel::awq_dequantize"),
+    (renamed(awq_product, _AWQ_NAMES), "_C::awq_gemm"),
+    (renamed(gptq_product, _SHUFFLED), "_C::gptq_gemm sgl_kernel::gptq_gemm"),
+    (marlin_product, "_C::gptq_marlin_gemm _C::marlin_gemm sgl_kernel::gptq_marlin_gemm"),
+    (marlin_experts, "_moe_C::moe_wna16_marlin_gemm sgl_kernel::moe_wna16_marlin_gemm"),
+    (renamed(byte_experts, {"num_tokens_post_pad": "valid", "BLOCK_SIZE_M": "block"}), "_moe_C::moe_wna16_gemm"),
+    (machete_product, "_C::machete_mm"),
 )
-# Of versions: the arguments before the weight's zero points, and whether rows may be in another order.
-_BEFORE = (
-    (f"{_SCALES}{_GLOBAL}", True),
-    (f"{_BIAS}{_SCALES}{_GLOBAL}", True),
-    (f"{_BIAS}{_SCALES}{_OF_DATA}{_GLOBAL}", True),
-    (f"{_BIAS}{_SCALES}{_OF_DATA}{_GLOBAL}", False),
-)
-_MARLIN = tuple(
-    f"{_INTO}{before}{_POINTS}{_ORDER * ordered}Tensor workspace, {_SIZES}{'bool is_k_full, ' * ordered}{_REDUCE}) "
-    "-> Tensor"
-    for before, ordered in _BEFORE
-)
-_MARLIN_EXPERTS = tuple(
-    f"{_INTO}{before}{_POINTS}{_ORDER * ordered}Tensor workspace, {_BLOCKS}{'bool is_ep, ' * ordered}{_SIZES}"
-    f"{'bool is_k_full, ' * ordered}{_REDUCE}{tiles}) -> Tensor"
-    for before, ordered in _BEFORE
-    for tiles in ("", _TILES)
-)
-# By operator: its rule, and its schemas without the name, one for each order of arguments that versions have.
-TABLE: dict[str, tuple[Any, ...]] = {
-    **{
-        f"{library}::{name}": (rule, *schemas)
-        for library in ("_C", "sgl_kernel")
-        for name, rule, *schemas in (
-            (
-                "scaled_fp4_quant",
-                float4_quantize,
-                "(Tensor(a!) output, Tensor input, Tensor(b!) output_scale, Tensor input_scale) -> ()",
-                "(Tensor(a!) output, Tensor input, Tensor(b!) output_scale, Tensor input_scale, "
-                "bool is_sf_swizzled_layout) -> ()",
-                "(Tensor input, Tensor input_scale, bool is_sf_swizzled_layout) -> (Tensor, Tensor)",
-            ),
-            (
-                "cutlass_scaled_fp4_mm",
-                float4_product,
-                "(Tensor(a!) out, Tensor a, Tensor b, Tensor block_scale_a, Tensor block_scale_b, Tensor alpha) -> ()",
-            ),
-        )
-    },
-    "_C::awq_dequantize": (
-        renamed(awq_dequantize, _AWQ_NAMES),
-        f"({_AWQ_WEIGHT}, int split_k_iters, int thx, int thy) -> Tensor",
-    ),
-    "sgl_kernel::awq_dequantize": (
-        renamed(awq_dequantize, _AWQ_NAMES),
-        "(Tensor qweight, Tensor scales, Tensor qzeros) -> Tensor",
-    ),
-    "_C::awq_gemm": (
-        renamed(awq_product, _AWQ_NAMES),
-        f"(Tensor _in_feats, {_AWQ_WEIGHT}, int split_k_iters) -> Tensor",
-    ),
-    "_C::gptq_gemm": (
-        renamed(gptq_product, _SHUFFLED),
-        f"{_GPTQ}Tensor b_g_idx, bool use_exllama, int bit) -> Tensor",
-        f"{_GPTQ}Tensor b_g_idx, bool use_exllama, bool use_v2_format, int bit) -> Tensor",
-        f"{_GPTQ}bool use_exllama, bool use_v2_format, int bit) -> Tensor",
-    ),
-    "sgl_kernel::gptq_gemm": (
-        renamed(gptq_product, _SHUFFLED),
-        f"{_GPTQ}Tensor b_g_idx, bool use_shuffle, int bit) -> Tensor",
-    ),
-    **{
-        name: (marlin_product, *_MARLIN)
-        for name in ("_C::gptq_marlin_gemm", "_C::marlin_gemm", "sgl_kernel::gptq_marlin_gemm")
-    },
-    **{f"{library}::moe_wna16_marlin_gemm": (marlin_experts, *_MARLIN_EXPERTS) for library in ("_moe_C", "sgl_kernel")},
-    "_moe_C::moe_wna16_gemm": (
-        renamed(byte_experts, {"num_tokens_post_pad": "valid", "BLOCK_SIZE_M": "block"}),
-        "(Tensor input, Tensor(a!) output, Tensor b_qweight, Tensor b_scales, Tensor? b_qzeros, Tensor? topk_weights, "
-        "Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_pad, int top_k, int BLOCK_SIZE_M, "
-        "int BLOCK_SIZE_N, int BLOCK_SIZE_K, int bit) -> Tensor",
-    ),
-    "_C::machete_mm": (
-        machete_product,
-        "(Tensor A, Tensor B, int b_type, ScalarType? out_type, Tensor? group_scales, Tensor? group_zeros, "
-        "int? group_size, Tensor? channel_scales, Tensor? token_scales, str? schedule) -> Tensor",
-    ),
-}

@@ -23,10 +23,10 @@ from replayfmt.pytorch.traced_names import Iteration
 
 from ..common.results import Trials
 from ..common.synthesis import Tensor
-from .engines import ENGINE_SCHEMAS, ENGINES
-from .rewriting import Arguments, CannotRewrite, Rewritten, RewrittenCalls, tensors_in
+from .engines import ENGINES
+from .rewriting import Arguments, CannotRewrite, Given, Recorded, Rewritten, RewrittenCalls, tensors_in
 
-_LOW = frozenset({DType.float16, DType.bfloat16})
+_LOW = frozenset({DType.float16, DType.bfloat16, DType.float8_e4m3fn, DType.float8_e5m2})
 
 
 def _single(calls: RewrittenCalls, tensor: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def _single(calls: RewrittenCalls, tensor: Tensor) -> Tensor:
     return calls.one("aten::_to_copy", self=tensor, dtype=DType.float32) if tensor.meta.dtype in _LOW else tensor
 
 
-def _fill(calls: RewrittenCalls, results: list[Any] | None, *contents: Tensor) -> None:
+def _fill(calls: RewrittenCalls, results: Recorded, *contents: Tensor) -> None:
     for recorded, content in zip(results or (), contents, strict=False):
         calls.fill(recorded, content)
 
@@ -42,7 +42,7 @@ def _fill(calls: RewrittenCalls, results: list[Any] | None, *contents: Tensor) -
 def product(name: str) -> Any:
     """A rule for a matrix product that accumulates into another dtype: its factors are cast to that first."""
 
-    def rule(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+    def rule(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
         dtype = given["out_dtype"]
         arguments = {
             key: calls.one("aten::_to_copy", self=value, dtype=dtype)
@@ -56,19 +56,10 @@ def product(name: str) -> Any:
     return rule
 
 
-def masked_scale(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+def masked_scale(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     """`_masked_scale`: the backward pass of dropout."""
     masked = calls.one("aten::mul.Tensor", self=given["self"], other=given["mask"])
     calls.call("aten::mul.Scalar", {"self": masked, "other": given["scale"]}, results)
-
-
-def affine_grid_backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
-    """cuDNN's backward pass of an affine grid."""
-    calls.call(
-        "aten::affine_grid_generator_backward",
-        {"grad": given["grad"], "size": [given[name] for name in "NCHW"], "align_corners": True},
-        results,
-    )
 
 
 def _part(calls: RewrittenCalls, tensor: Tensor, place: int, width: int) -> Tensor:
@@ -80,7 +71,7 @@ def _biased(calls: RewrittenCalls, gates: Tensor, bias: Tensor | None) -> Tensor
     return gates if bias is None else calls.one("aten::add.Tensor", self=gates, other=_single(calls, bias))
 
 
-def lstm_cell(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+def lstm_cell(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     """`_thnn_fused_lstm_cell`: hidden state, cell state, and the gates for the backward pass."""
     before = _single(calls, given["cx"])
     gates = calls.one(
@@ -100,7 +91,7 @@ def lstm_cell(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] |
     _fill(calls, results, hidden, cell, calls.one("aten::cat", tensors=[takes, keeps, new, shows], dim=1))
 
 
-def gru_cell(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+def gru_cell(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     """`_thnn_fused_gru_cell`: hidden state, and what the backward pass reads."""
     before = _single(calls, given["hx"])
     width = before.meta.sizes[1]
@@ -133,7 +124,7 @@ def gru_cell(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | 
     )
 
 
-def rms_norm_backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+def rms_norm_backward(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     """`_fused_rms_norm_backward`."""
     grad, data, scale = (_single(calls, given[name]) for name in ("grad_out", "input", "rstd"))
     wanted = given.get("output_mask") or [True, True]
@@ -166,21 +157,10 @@ def rms_norm_backward(calls: RewrittenCalls, given: dict[str, Any], results: lis
 FUSED: dict[str, Any] = {
     **{f"aten::{name}.dtype": product(f"aten::{name}") for name in ("mm", "bmm", "addmm", "baddbmm")},
     "aten::_masked_scale": masked_scale,
-    "aten::cudnn_affine_grid_generator_backward": affine_grid_backward,
     "aten::_thnn_fused_lstm_cell": lstm_cell,
     "aten::_thnn_fused_gru_cell": gru_cell,
     "aten::_fused_rms_norm_backward": rms_norm_backward,
 }
-
-
-_LOW_OR_FLOAT8 = frozenset({DType.float16, DType.bfloat16, DType.float8_e4m3fn, DType.float8_e5m2})
-
-
-def _single_from_float8(calls: RewrittenCalls, tensor: Tensor) -> Tensor:
-    """The tensor in float32 if its dtype is less precise."""
-    if tensor.meta.dtype not in _LOW_OR_FLOAT8:
-        return tensor
-    return calls.one("aten::_to_copy", self=tensor, dtype=DType.float32)
 
 
 # Other parameters of these kernels that the replacements do not support, with the values that mean they are unused.
@@ -203,7 +183,7 @@ _PACKED = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k")
 class _Attention:
     """One call's tensors and numbers, and the scores computed from them."""
 
-    def __init__(self, calls: RewrittenCalls, given: dict[str, Any], bias: Tensor | None) -> None:
+    def __init__(self, calls: RewrittenCalls, given: Given, bias: Tensor | None) -> None:
         others = [name for name, unset in _OTHERS.items() if given.get(name) not in unset]
         if others:
             raise CannotRewrite(f"attention with {', '.join(others)}")
@@ -223,7 +203,7 @@ class _Attention:
             raise CannotRewrite("causal attention of queries and keys of different lengths")
         scale = given.get("scale")
         self.scale = 1 / math.sqrt(query.meta.sizes[3]) if scale is None else float(scale)
-        self.query, self.key, self.value = (_single_from_float8(calls, each) for each in (query, key, value))
+        self.query, self.key, self.value = (_single(calls, each) for each in (query, key, value))
         self.bias = bias
 
     def transposed(self, tensor: Tensor) -> Tensor:
@@ -235,7 +215,7 @@ class _Attention:
         product = calls.one("aten::matmul", self=self.query, other=self.transposed(self.key))
         scores = calls.one("aten::mul.Scalar", self=product, other=self.scale)
         if self.bias is not None:
-            scores = calls.one("aten::add.Tensor", self=scores, other=_single_from_float8(calls, self.bias))
+            scores = calls.one("aten::add.Tensor", self=scores, other=_single(calls, self.bias))
         if self.causal:
             ones = calls.one("aten::new_ones", self=scores, size=[self.queries, self.keys], dtype=DType.bool)
             later = calls.one("aten::triu", self=ones, diagonal=1 + self.diagonal)
@@ -261,7 +241,7 @@ def _logarithms(calls: RewrittenCalls, recorded: Any, scores: Tensor) -> None:
     calls.call("aten::copy_", {"self": target, "src": sums}, [target])
 
 
-def _forward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _forward(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     attention = _Attention(calls, given, given.get("attn_bias", given.get("bias")))
     scores = attention.scores()
     weights = calls.one("aten::_softmax", self=scores, dim=-1, half_to_float=False)
@@ -275,7 +255,7 @@ def _forward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | 
         calls.allocate(other, zeros=True)  # states of random generators that nothing was drawn from
 
 
-def _backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _backward(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     grad = given.get("grad_out", given.get("grad_out_"))
     assert grad is not None
     wanted = given.get("grad_input_mask") or [True, True, True, False]
@@ -291,7 +271,7 @@ def _backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] |
         sums = calls.one("aten::slice.Tensor", self=sums, dim=-1, start=0, end=attention.queries)
     sums = calls.one("aten::unsqueeze", self=sums, dim=-1)
     weights = calls.one("aten::exp", self=calls.one("aten::sub.Tensor", self=scores, other=sums))
-    grad, output = _single_from_float8(calls, grad), _single_from_float8(calls, given["out"])
+    grad, output = _single(calls, grad), _single(calls, given["out"])
     grad_value = calls.one("aten::matmul", self=attention.transposed(weights), other=grad)
     grad_weights = calls.one("aten::matmul", self=grad, other=attention.transposed(attention.value))
     product = calls.one("aten::mul.Tensor", self=grad, other=output)
@@ -311,7 +291,7 @@ def _backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] |
 def _unpacked(rule: Any) -> Any:
     """Refuses packed sequences: their lengths are content."""
 
-    def checked(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+    def checked(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
         if any(given.get(name) is not None for name in _PACKED):
             raise CannotRewrite("attention of sequences that are packed together")
         rule(calls, given, results)
@@ -323,7 +303,7 @@ def _length_first(rule: Any) -> Any:
     """A rule for [batch, heads, length, width] as one for kernels that have [batch, length, heads, width]; of keys they
     may have fewer heads, and causal ones may be aligned at the last key."""
 
-    def rearranged(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+    def rearranged(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
         def heads_first(tensor: Any) -> Any:
             if not isinstance(tensor, Tensor) or len(tensor.meta.sizes) != 4:
                 return tensor
@@ -349,7 +329,7 @@ def _length_first(rule: Any) -> Any:
     return rearranged
 
 
-def _deliver(calls: RewrittenCalls, given: dict[str, Any], recorded: Any, content: Tensor) -> None:
+def _deliver(calls: RewrittenCalls, given: Given, recorded: Any, content: Tensor) -> None:
     """Produce a recorded result from content that was computed with the heads first."""
     if given.get("length_first"):
         content = calls.one("aten::transpose.int", self=content, dim0=1, dim1=2)
@@ -375,22 +355,9 @@ ATTENTION: dict[str, Any] = {
 }
 
 
-# By operator name. AITER's attention as xDiT calls it: [batch, length, heads, width], and its group norm.
-SCHEMAS: dict[str, tuple[str, ...]] = ENGINE_SCHEMAS | {
-    "aiter::fmha_v3_fwd": (
-        "aiter::fmha_v3_fwd(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool is_causal, "
-        "int window_size_left, int window_size_right, bool return_softmax_lse, bool return_dropout_randval, "
-        "int how_v3_bf16_cvt, Tensor? extra_0=None, Tensor? extra_1=None, Tensor? extra_2=None, Tensor? extra_3=None, "
-        "Tensor? extra_4=None, Tensor? extra_5=None, Tensor? extra_6=None) -> Tensor[]",
-    ),
-    "aiter::_groupnorm_run": (
-        "aiter::_groupnorm_run(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps) -> Tensor",
-    ),
-}
-
-
-def _attention(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
-    """What is given beside queries, keys and values (a place for the result, a bias) has no equal."""
+def _attention(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+    """AITER's as xDiT calls it. What is given beside queries, keys and values (a place for the result, a bias) has no
+    equal."""
     if any(value is not None for name, value in given.items() if name.startswith("extra_")):
         raise CannotRewrite("aiter::fmha_v3_fwd with more than queries, keys and values")
     if given["return_dropout_randval"]:
@@ -411,7 +378,7 @@ def _attention(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] 
     )
 
 
-def _group_norm(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _group_norm(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     calls.call(
         "aten::group_norm",
         {**{name: given[name] for name in ("input", "num_groups", "weight", "bias", "eps")}, "cudnn_enabled": False},
@@ -422,7 +389,7 @@ def _group_norm(calls: RewrittenCalls, given: dict[str, Any], results: list[Any]
 FOREIGN: dict[str, Any] = {"aiter::fmha_v3_fwd": _attention, "aiter::_groupnorm_run": _group_norm}
 
 
-Rule = Callable[[RewrittenCalls, dict[str, Any], "list[Any] | None"], None]
+Rule = Callable[[RewrittenCalls, Given, Recorded], Any]
 
 
 class Portable:
@@ -432,7 +399,7 @@ class Portable:
         self._trials = Trials()
 
     def rewrite(
-        self, kernel: Kernel, arguments: Arguments, results: list[Any] | None, step: Iteration | None = None
+        self, kernel: Kernel, arguments: Arguments, results: Recorded, step: Iteration | None = None
     ) -> Rewritten | str | None:
         """The replacement of a call; None if the operator is on every device; a sentence if it has no replacement.
 
@@ -490,7 +457,7 @@ def _foreign(kernel: Kernel) -> str | None:
     return None if known else f"{kernel.qualified_name}: no replacement is known, and there is no kernel for a CPU"
 
 
-def _without_pinning(kernel: Kernel, arguments: Arguments, results: list[Any] | None) -> Rewritten | None:
+def _without_pinning(kernel: Kernel, arguments: Arguments, results: Recorded) -> Rewritten | None:
     """Page-locked memory exists only beside an accelerator; what is in it is the same in any memory."""
     if kernel.name in ("aten::pin_memory", "aten::_pin_memory"):
         given = dict(arguments)
@@ -506,7 +473,7 @@ def _without_pinning(kernel: Kernel, arguments: Arguments, results: list[Any] | 
 # -------------------------------------------------------------------------------------------------------- normalization
 
 
-def _batch_norm(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _batch_norm(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     calls.call(
         "aten::native_batch_norm",
         {
@@ -520,7 +487,7 @@ def _batch_norm(calls: RewrittenCalls, given: dict[str, Any], results: list[Any]
         calls.allocate(reserve)  # cuDNN's own notes for its backward pass: the portable one reads none
 
 
-def _batch_norm_backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _batch_norm_backward(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     calls.call(
         "aten::native_batch_norm_backward",
         {
@@ -538,7 +505,7 @@ def _batch_norm_backward(calls: RewrittenCalls, given: dict[str, Any], results: 
 # --------------------------------------------------------------------------------------------------------- convolution
 
 
-def _convolve(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None, **changes: Any) -> list[Any]:
+def _convolve(calls: RewrittenCalls, given: Given, results: Recorded, **changes: Any) -> list[Any]:
     padding = given["padding"]
     return calls.call(
         "aten::convolution",
@@ -558,28 +525,24 @@ def _convolve(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] |
     )
 
 
-def _convolution(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
-    _convolve(calls, given, results)
-
-
-def _convolution_transpose(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _convolution_transpose(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     _convolve(calls, given, results, transposed=True, output_padding=given["output_padding"])
 
 
-def _convolution_depthwise(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _convolution_depthwise(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     _convolve(calls, given, results, groups=given["self"].meta.sizes[1])
 
 
-def _convolution_overrideable(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _convolution_overrideable(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     calls.call("aten::convolution", given, results)
 
 
-def _convolution_relu(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _convolution_relu(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     (convolved,) = _convolve(calls, given, None)
     calls.call("aten::relu", {"self": convolved}, results)
 
 
-def _convolution_add_relu(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
+def _convolution_add_relu(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     (convolved,) = _convolve(calls, given, None)
     alpha = given.get("alpha")
     added = calls.one("aten::add.Tensor", self=convolved, other=given["z"], alpha=1 if alpha is None else alpha)
@@ -589,42 +552,26 @@ def _convolution_add_relu(calls: RewrittenCalls, given: dict[str, Any], results:
 # ------------------------------------------------------------------------------------------------------------ sampling
 
 
-def _grid_sampler(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
-    calls.call(
-        "aten::grid_sampler_2d",
-        {
-            "input": given["self"],
-            "grid": given["grid"],
-            "interpolation_mode": 0,
-            "padding_mode": 0,
-            "align_corners": True,
-        },
-        results,
-    )
+_SAMPLING = {"interpolation_mode": 0, "padding_mode": 0, "align_corners": True}
 
 
-def _grid_sampler_backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
-    calls.call(
-        "aten::grid_sampler_2d_backward",
-        {
-            "grad_output": given["grad_output"],
-            "input": given["self"],
-            "grid": given["grid"],
-            "interpolation_mode": 0,
-            "padding_mode": 0,
-            "align_corners": True,
-            "output_mask": [True, True],
-        },
-        results,
-    )
+def _grid_sampler(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+    calls.call("aten::grid_sampler_2d", {"input": given["self"], "grid": given["grid"], **_SAMPLING}, results)
 
 
-def _affine_grid(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
-    calls.call(
-        "aten::affine_grid_generator",
-        {"theta": given["theta"], "size": [given[name] for name in "NCHW"], "align_corners": True},
-        results,
-    )
+def _grid_sampler_backward(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+    tensors = {"grad_output": given["grad_output"], "input": given["self"], "grid": given["grid"]}
+    calls.call("aten::grid_sampler_2d_backward", tensors | _SAMPLING | {"output_mask": [True, True]}, results)
+
+
+def _affine_grid(name: str, data: str) -> Rule:
+    """cuDNN's affine grid, or its backward pass."""
+
+    def rule(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+        size = [given[each] for each in "NCHW"]
+        calls.call(f"aten::{name}", {data: given[data], "size": size, "align_corners": True}, results)
+
+    return rule
 
 
 _RULES: dict[str, Rule] = {
@@ -632,22 +579,23 @@ _RULES: dict[str, Rule] = {
     "aten::cudnn_batch_norm_backward": _batch_norm_backward,
     "aten::miopen_batch_norm": _batch_norm,
     "aten::miopen_batch_norm_backward": _batch_norm_backward,
-    "aten::cudnn_convolution": _convolution,
+    "aten::cudnn_convolution": _convolve,
     "aten::cudnn_convolution_transpose": _convolution_transpose,
     "aten::cudnn_convolution_relu": _convolution_relu,
     "aten::cudnn_convolution_add_relu": _convolution_add_relu,
-    "aten::miopen_convolution": _convolution,
+    "aten::miopen_convolution": _convolve,
     "aten::miopen_convolution_transpose": _convolution_transpose,
     "aten::miopen_convolution_relu": _convolution_relu,
     "aten::miopen_convolution_add_relu": _convolution_add_relu,
-    "aten::miopen_depthwise_convolution": _convolution,
-    "aten::mkldnn_convolution": _convolution,
+    "aten::miopen_depthwise_convolution": _convolve,
+    "aten::mkldnn_convolution": _convolve,
     "aten::_conv_depthwise2d": _convolution_depthwise,
     "aten::conv_depthwise3d": _convolution_depthwise,
     "aten::convolution_overrideable": _convolution_overrideable,
     "aten::cudnn_grid_sampler": _grid_sampler,
     "aten::cudnn_grid_sampler_backward": _grid_sampler_backward,
-    "aten::cudnn_affine_grid_generator": _affine_grid,
+    "aten::cudnn_affine_grid_generator": _affine_grid("affine_grid_generator", "theta"),
+    "aten::cudnn_affine_grid_generator_backward": _affine_grid("affine_grid_generator_backward", "grad"),
     **ATTENTION,
     **FUSED,
     **FOREIGN,
