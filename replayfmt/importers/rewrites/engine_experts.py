@@ -7,172 +7,136 @@ from typing import Any
 
 from replayfmt.format.codes import DType
 
-from ..common.synthesis import Tensor
-from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain, renamed, tensors_in
+from .rewriting import CannotRewrite, Given, RewrittenCalls, Value, plain, renamed
 
 LARGEST = {DType.float8_e4m3fn: 448.0, DType.float8_e5m2: 57344.0, DType.float8_e4m3fnuz: 240.0, DType.int8: 127.0}
 
 
-def quantized(calls: RewrittenCalls, data: Tensor, scale: Tensor, dtype: DType) -> Tensor:
+def quantized(data: Value, scale: Value, dtype: DType) -> Value:
     """Data divided by a scale, as a quantized dtype: beyond its range are its limits."""
     most = LARGEST.get(dtype)
     if most is None:
         raise CannotRewrite(f"quantization to {dtype.name}")
-    scaled = calls.one("aten::div.Tensor", self=calls.single(data), other=scale)
+    scaled = data.single() / scale
     if dtype is DType.int8:
-        scaled = calls.one("aten::round", self=scaled)
-    least = -128.0 if dtype is DType.int8 else -most
-    return calls.cast(calls.one("aten::clamp", self=scaled, min=least, max=most), dtype)
+        scaled = scaled.round()
+    return scaled.clamp(-128.0 if dtype is DType.int8 else -most, most).to(dtype)
 
 
-def dequantized(calls: RewrittenCalls, tensor: Tensor, scale: Tensor | None, dtype: DType) -> Tensor:
+def dequantized(tensor: Value, scale: Value | None, dtype: DType) -> Value:
     """A tensor times its scales, one for everything, for each row, or for each block."""
-    if tensor.meta.dtype not in {*LARGEST, DType.float16, DType.bfloat16, DType.float32}:
-        raise CannotRewrite(f"a product with a factor of {tensor.meta.dtype.name}")
+    if tensor.dtype not in {*LARGEST, DType.float16, DType.bfloat16, DType.float32}:
+        raise CannotRewrite(f"a product with a factor of {tensor.dtype.name}")
     if scale is None:
-        return calls.cast(tensor, dtype)
-    sizes, found = tensor.meta.sizes, list(scale.meta.sizes)
+        return tensor.to(dtype)
+    sizes, found = tensor.sizes, list(scale.sizes)
     if math.prod(found) == 1:
-        scale = calls.one("aten::reshape", self=scale, shape=[1] * len(sizes))
+        scale = scale.reshape([1] * len(sizes))
     elif len(found) < len(sizes):
-        scale = calls.one("aten::view", self=scale, size=[*found, *[1] * (len(sizes) - len(found))])
-    for dim, (own, all_of_it) in enumerate(zip(scale.meta.sizes, sizes, strict=True)):
+        scale = scale.view([*found, *[1] * (len(sizes) - len(found))])
+    for dim, (own, all_of_it) in enumerate(zip(scale.sizes, sizes, strict=True)):
         if own not in (1, all_of_it):
-            scale = calls.one("aten::repeat_interleave.self_int", self=scale, repeats=-(-all_of_it // own), dim=dim)
-            scale = calls.slice(scale, dim, 0, all_of_it)
-    return calls.cast(calls.times(calls.single(tensor), scale), dtype)
+            scale = scale.repeat_interleave(-(-all_of_it // own), dim).part(dim, 0, all_of_it)
+    return (tensor.single() * scale).to(dtype)
 
 
-def gated(calls: RewrittenCalls, data: Tensor, function: str, *, last: bool = False, **options: Any) -> Tensor:
+def gated(data: Value, function: str, *, last: bool = False, **options: Any) -> Value:
     """An activation of one half of the last dimension, times the other half."""
-    width = data.meta.sizes[-1] // 2
-    halves = [calls.slice(data, -1, place * width, (place + 1) * width) for place in range(2)]
+    width = data.sizes[-1] // 2
+    halves = [data.part(-1, place * width, (place + 1) * width) for place in range(2)]
     active, other = (halves[1], halves[0]) if last else halves
-    return calls.times(calls.one(f"aten::{function}", self=active, **options), other)
+    return getattr(active, function)(**options) * other
 
 
 def topk(scores: str = "softmax") -> Any:
     """The most probable experts of each token."""
 
-    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    def rule(calls: RewrittenCalls, given: Given) -> None:
         plain("routing", given, moe_softcapping=(None, 0.0), correction_bias=(None,), bias=(None,))
         plain("routing", given, num_shared_experts=(None, 0), routed_scaling_factor=(None, 1.0), is_padding=(None,))
-        weights, indices = given["topk_weights"], given["topk_indices"]
-        gates = calls.single(given["gating_output"])
-        if scores == "softmax":
-            likely = calls.one("aten::_softmax", self=gates, dim=-1, half_to_float=False)
-        else:
-            likely = calls.one("aten::sigmoid", self=gates)
-        best, which = _best(calls, likely, weights.meta.sizes[-1])
-        if given.get("renormalize"):
-            best = _shares(calls, best)
-        calls.write(weights, best)
-        calls.write(indices, which)
-        if isinstance(given.get("token_expert_indices"), Tensor):
-            # Where each choice is among all of them, choice by choice.
-            target = given["token_expert_indices"]
-            tokens, chosen = target.meta.sizes
-            row = calls.one("aten::view", self=calls.count(tokens * chosen), size=[chosen, tokens])
-            calls.write(target, calls.one("aten::transpose.int", self=row, dim0=0, dim1=1))
+        gates = given["gating_output"].single()
+        likely = gates._softmax(-1, False) if scores == "softmax" else gates.sigmoid()
+        best, which = best_of(likely, given["topk_weights"].sizes[-1])
+        given["topk_weights"].copy_(_shares(best) if given.get("renormalize") else best)
+        given["topk_indices"].copy_(which)
+        target = given.get("token_expert_indices")
+        if isinstance(target, Value):  # where each choice is among all of them, choice by choice
+            tokens, chosen = target.sizes
+            target.copy_(calls.count(tokens * chosen).view([chosen, tokens]).transpose(0, 1))
 
     return rule
 
 
-def _best(calls: RewrittenCalls, scores: Tensor, count: int) -> list[Tensor]:
-    return calls.call("aten::topk", {"self": scores, "k": count, "dim": -1, "largest": True, "sorted": True})
+def best_of(scores: Value, count: int) -> Any:
+    """The largest along the last dimension, in order, and their places."""
+    return scores.topk(count, -1, True, True)
 
 
-def _shares(calls: RewrittenCalls, weights: Tensor) -> Tensor:
-    total = calls.one("aten::sum.dim_IntList", self=weights, dim=[-1], keepdim=True)
-    return calls.one("aten::div.Tensor", self=weights, other=total)
+def _shares(weights: Value) -> Value:
+    return weights / weights.sum([-1], True)
 
 
-def grouped_topk(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+def grouped_topk(calls: RewrittenCalls, given: Given) -> None:
     """DeepSeek's routing: biased sigmoids choose the best groups by their two best experts, and in those the experts;
     weights are without the bias."""
     plain("routing", given, num_fused_shared_experts=(None, 0), apply_routed_scaling_factor_on_output=(None, False))
     plain("routing", given, scoring_func=(None, 1))
-    gates = calls.single(given["gates"])
-    groups, kept, (tokens, experts) = given["groups"], given["topk_group"], gates.meta.sizes
-    weights: Tensor | None = given.get("topk_weights")
-    chosen = given["topk"] if weights is None else weights.meta.sizes[-1]
-    scores = calls.one("aten::sigmoid", self=gates)
-    biased = calls.one("aten::add.Tensor", self=scores, other=calls.single(given["bias"]))
-    by_group = calls.one("aten::view", self=biased, size=[tokens, groups, experts // groups])
-    two = calls.one("aten::sum.dim_IntList", self=_best(calls, by_group, 2)[0], dim=[-1])
-    _value, best_groups = _best(calls, two, kept)
-    shut = calls.one(
-        "aten::scatter.value", self=calls.one("aten::ones_like", self=two), dim=1, index=best_groups, value=0
-    )
-    shut = calls.one("aten::unsqueeze", self=calls.cast(shut, DType.bool), dim=-1)
-    left = calls.one("aten::masked_fill.Scalar", self=by_group, mask=shut, value=-math.inf)
-    _value, which = _best(calls, calls.one("aten::view", self=left, size=[tokens, experts]), chosen)
-    best = calls.one("aten::gather", self=scores, dim=1, index=which)
+    gates, groups, weights = given["gates"].single(), given["groups"], given.get("topk_weights")
+    tokens, experts = gates.sizes
+    kept, chosen = given["topk_group"], given["topk"] if weights is None else weights.sizes[-1]
+    scores = gates.sigmoid()
+    by_group = (scores + given["bias"].single()).view([tokens, groups, experts // groups])
+    two = best_of(by_group, 2)[0].sum([-1])
+    _value, best_groups = best_of(two, kept)
+    shut = two.ones_like().scatter(1, best_groups, 0).to(DType.bool).unsqueeze(-1)
+    _value, which = best_of(by_group.masked_fill(shut, -math.inf).view([tokens, experts]), chosen)
+    best = scores.gather(1, which)
     if given.get("renormalize", True):
-        best = _shares(calls, best)
+        best = _shares(best)
         factor = given.get("routed_scaling_factor", 1.0) if weights is not None or "renormalize" in given else 1.0
-        best = calls.one("aten::mul.Scalar", self=best, other=factor) if factor != 1 else best
+        best = best * factor if factor != 1 else best
     if weights is not None:
-        calls.write(weights, best)
-        calls.write(given["topk_ids"], which)
-    for recorded, content in zip(tensors_in(results or []), (best, which), strict=False):
-        calls.fill(recorded, content)
+        weights.copy_(best)
+        given["topk_ids"].copy_(which)
+    calls.deliver(best, which)
 
 
 def moe_align(first: int) -> Any:
     """Which tokens each expert has, filled up to whole blocks. `first`: the expert of the first slot is that number;
     SGLang has one slot more, for experts of other ranks (-1)."""
 
-    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    def rule(calls: RewrittenCalls, given: Given) -> None:
         plain("sorting", given, scatter_idx=(None,))
-        ids, block, count = given["topk_ids"], given["block_size"], given["num_experts"]
-        target, experts = given["sorted_token_ids"], given["experts_ids"]
-        slots = calls.one("aten::reshape", self=calls.cast(ids, DType.int64), shape=[-1])
-        slots = calls.one("aten::sub.Scalar", self=slots, other=first) if first else slots
-        order, counts, ends = _by_expert(calls, slots, count)
-        whole = calls.one(
-            "aten::floor_divide.Scalar", self=calls.one("aten::add.Scalar", self=counts, other=block - 1), other=block
+        block, count, target, experts = (
+            given[name] for name in ("block_size", "num_experts", "sorted_token_ids", "experts_ids")
         )
-        filled = calls.one("aten::mul.Scalar", self=whole, other=block)
-        filled_ends = calls.one("aten::cumsum", self=filled, dim=0)
+        slots = given["topk_ids"].to(DType.int64).reshape([-1])
+        slots = slots - first if first else slots
+        order, counts, ends = _by_expert(slots, count)
+        filled = (counts + (block - 1)) // block * block
+        filled_ends = filled.cumsum(0)
         # A token is as far behind its expert's first place as it is behind the expert's first token.
-        begun = calls.one("aten::sub.Tensor", self=filled_ends, other=filled)
-        ahead = calls.one("aten::sub.Tensor", self=begun, other=calls.one("aten::sub.Tensor", self=ends, other=counts))
-        own = calls.one(
-            "aten::index_select",
-            self=ahead,
-            dim=0,
-            index=calls.one("aten::index_select", self=slots, dim=0, index=order),
-        )
-        places = calls.one("aten::add.Tensor", self=own, other=calls.count(slots.meta.sizes[0]))
-        calls.call("aten::fill_.Scalar", {"self": target, "value": slots.meta.sizes[0]}, [target])
-        calls.call(
-            "aten::index_put_",
-            {"self": target, "indices": [places], "values": calls.cast(order, target.meta.dtype)},
-            [target],
-        )
-        begins = calls.one("aten::mul.Scalar", self=calls.count(experts.meta.sizes[0]), other=block)
-        whose = calls.one("aten::searchsorted.Tensor", sorted_sequence=filled_ends, self=begins, right=True)
-        whose = calls.one("aten::clamp", self=whose, min=None, max=count - 1)
-        calls.write(experts, calls.one("aten::add.Scalar", self=whose, other=first) if first else whose)
+        ahead = filled_ends - filled - (ends - counts)
+        places = ahead.index_select(0, slots.index_select(0, order)) + calls.count(slots.sizes[0])
+        target.fill_(slots.sizes[0])
+        target.index_put_([places], order.to(target.dtype))
+        begins = calls.count(experts.sizes[0]) * block
+        whose = filled_ends.searchsorted(begins, right=True).clamp(None, count - 1)
+        experts.copy_(whose + first if first else whose)
         total = given["num_tokens_post_pad"]
-        last = calls.slice(filled_ends, 0, count - 1, count)
-        calls.write(total, calls.one("aten::expand", self=last, size=list(total.meta.sizes)))
+        total.copy_(filled_ends.part(0, count - 1, count).expand(list(total.sizes)))
 
     return rule
 
 
-def _by_expert(calls: RewrittenCalls, slots: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def _by_expert(slots: Value, count: int) -> tuple[Value, Value, Value]:
     """The order of tokens by expert, how many each expert has, and where its tokens end."""
-    order = calls.one("aten::argsort.stable", self=slots, stable=True)
-    is_own = calls.one(
-        "aten::eq.Tensor", self=calls.one("aten::unsqueeze", self=slots, dim=1), other=calls.count(count)
-    )
-    counts = calls.one("aten::sum.dim_IntList", self=is_own, dim=[0])
-    return order, counts, calls.one("aten::cumsum", self=counts, dim=0)
+    order = slots.argsort(stable=True)
+    counts = slots.unsqueeze(1).eq(slots.calls.count(count)).sum([0])
+    return order, counts, counts.cumsum(0)
 
 
-def experts(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+def experts(calls: RewrittenCalls, given: Given) -> None:
     """Each token's experts, two grouped products with the activation between them, and their weighted sum."""
     plain("experts", given, expert_map=(None,), expert_mask=(None,), w1_zp=(None,), w2_zp=(None,), gemm1_alpha=(None,))
     plain("experts", given, no_combine=(None, False), use_int4_w4a16=(None, False), use_int8_w8a16=(None, False))
@@ -182,200 +146,154 @@ def experts(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     if activation not in ("silu", "gelu"):
         raise CannotRewrite(f"experts with the activation {activation}")
     hidden, ids = given["hidden_states"], given["topk_ids"]
-    dtype, (tokens, chosen) = DType.bfloat16, ids.meta.sizes  # the one of grouped products
-    if hidden.meta.dtype is not dtype:
-        calls.assumed.append(f"products in bfloat16 for {hidden.meta.dtype.name}")
-    weights = [dequantized(calls, given[name], given.get(f"{name}_scale"), dtype) for name in ("w1", "w2")]
-    if weights[0].meta.sizes[2] != hidden.meta.sizes[1]:
-        raise CannotRewrite(f"experts of {list(weights[0].meta.sizes)} for tokens of {list(hidden.meta.sizes)}")
-    slots = calls.one("aten::reshape", self=calls.cast(ids, DType.int64), shape=[-1])
-    order, _counts, ends = _by_expert(calls, slots, weights[0].meta.sizes[0])
-    own = calls.one("aten::index_select", self=slots, dim=0, index=order)
-    ends = calls.cast(ends, DType.int32)
-    share = calls.one("aten::reshape", self=calls.cast(given["topk_weights"], dtype), shape=[-1, 1])
-    share = calls.one("aten::index_select", self=share, dim=0, index=order)
+    dtype, (tokens, chosen) = DType.bfloat16, ids.sizes  # the one of grouped products
+    if hidden.dtype is not dtype:
+        calls.assumed.append(f"products in bfloat16 for {hidden.dtype.name}")
+    weights = [dequantized(given[name], given.get(f"{name}_scale"), dtype) for name in ("w1", "w2")]
+    if weights[0].sizes[2] != hidden.sizes[1]:
+        raise CannotRewrite(f"experts of {list(weights[0].sizes)} for tokens of {list(hidden.sizes)}")
+    slots = ids.to(DType.int64).reshape([-1])
+    order, _counts, ends = _by_expert(slots, weights[0].sizes[0])
+    own = slots.index_select(0, order)
+    ends = ends.to(DType.int32)
+    share = given["topk_weights"].to(dtype).reshape([-1, 1]).index_select(0, order)
     early = bool(given.get("apply_router_weight_on_input"))
 
-    def product(data: Tensor, place: int) -> Tensor:
-        turned = calls.one("aten::transpose.int", self=weights[place], dim0=1, dim1=2)
-        made = calls.one("aten::_grouped_mm", self=data, mat2=turned, offs=ends)
+    def product(data: Value, place: int) -> Value:
+        made = data._grouped_mm(weights[place].transpose(1, 2), ends)
         bias = given.get(f"w{place + 1}_bias")
-        if bias is not None:
-            of_each = calls.one("aten::index_select", self=calls.cast(bias, dtype), dim=0, index=own)
-            made = calls.one("aten::add.Tensor", self=made, other=of_each)
-        return made
+        return made if bias is None else made + bias.to(dtype).index_select(0, own)
 
-    rows = calls.one(
-        "aten::index_select",
-        self=calls.cast(hidden, dtype),
-        dim=0,
-        index=calls.one("aten::floor_divide.Scalar", self=order, other=chosen),
-    )
-    made = product(rows, 0)
-    made = calls.times(made, share) if early else made
-    if given.get("is_gated", True):
-        made = gated(calls, made, activation)
-    else:
-        made = calls.one(f"aten::{activation}", self=made)
+    made = product(hidden.to(dtype).index_select(0, order // chosen), 0)
+    made = made * share if early else made
+    made = gated(made, activation) if given.get("is_gated", True) else getattr(made, activation)()
     made = product(made, 1)
-    made = made if early else calls.times(made, share)
-    back = calls.one(
-        "aten::index_select", self=made, dim=0, index=calls.one("aten::argsort.stable", self=order, stable=True)
-    )
-    back = calls.one("aten::view", self=back, size=[tokens, chosen, -1])
-    total = calls.one("aten::sum.dim_IntList", self=back, dim=[1])
+    made = made if early else made * share
+    total = made.index_select(0, order.argsort(stable=True)).view([tokens, chosen, -1]).sum([1])
     factor = given.get("routed_scaling_factor")
-    total = calls.one("aten::mul.Scalar", self=total, other=factor) if factor not in (None, 1.0) else total
-    total = calls.cast(total, hidden.meta.dtype)
+    total = (total * factor if factor not in (None, 1.0) else total).to(hidden.dtype)
     if given.get("inplace"):
-        calls.write(hidden, total)
+        hidden.copy_(total)
     else:
-        calls.fill((results or [None])[0], total)
+        calls.deliver(total)
 
 
-def block_products(
-    calls: RewrittenCalls, rows: Tensor, weight: Tensor, experts: Tensor, block: int, valid: Tensor
-) -> tuple[Tensor, Tensor]:
+def block_products(rows: Value, weight: Value, experts: Value, block: int, valid: Value) -> tuple[Value, Value]:
     """Rows that are sorted by expert times weights [experts, width, columns]. `experts` has the expert of each block of
     so many rows, `valid` is how many rows there are; also the experts of all blocks, as numbers in order."""
     # The experts of blocks beyond the last are not defined: the last expert's keeps them in order. Those of fillers in
     # between are below zero: they stay with the expert before them.
-    count, blocks = weight.meta.sizes[0], calls.count(experts.meta.sizes[0])
-    begins = calls.one("aten::mul.Scalar", self=blocks, other=block)
-    used = calls.one("aten::lt.Tensor", self=begins, other=calls.slice(valid, 0, 0, 1))
-    whose = calls.cast(experts, DType.int64)
-    last = calls.one("aten::full_like", self=whose, fill_value=count - 1)
-    whose = calls.one("aten::where.self", condition=used, self=whose, other=last)
-    whose = calls.one(
-        "aten::clamp", self=calls.call("aten::cummax", {"self": whose, "dim": 0})[0], min=0, max=count - 1
-    )
-    _order, _counts, ends = _by_expert(calls, whose, count)
-    ends = calls.one("aten::mul.Scalar", self=ends, other=block)
-    ends = calls.cast(calls.one("aten::clamp", self=ends, min=0, max=rows.meta.sizes[0]), DType.int32)
-    return calls.one("aten::_grouped_mm", self=rows, mat2=weight, offs=ends), whose
+    count = weight.sizes[0]
+    used = rows.calls.count(experts.sizes[0]) * block < valid.part(0, 0, 1)
+    whose = experts.to(DType.int64)
+    whose = used.where(whose, whose.full_like(count - 1)).cummax(0)[0].clamp(0, count - 1)
+    _order, _counts, ends = _by_expert(whose, count)
+    ends = (ends * block).clamp(0, rows.sizes[0]).to(DType.int32)
+    return rows._grouped_mm(weight, ends), whose
 
 
-def into_slots(calls: RewrittenCalls, made: Tensor, slot: Tensor, there: Tensor, count: int) -> Tensor:
+def into_slots(made: Value, slot: Value, there: Value, count: int) -> Value:
     """Rows in the places that `slot` says, of `count`. Fillers, which are not `there`, go to a row behind the last."""
-    more = calls.one("aten::new_zeros", self=made, size=[count + 1, made.meta.sizes[1]])
-    slot = calls.one(
-        "aten::where.self", condition=there, self=slot, other=calls.one("aten::full_like", self=slot, fill_value=count)
-    )
-    calls.call("aten::index_put_", {"self": more, "indices": [slot], "values": made}, [more])
-    return calls.slice(more, 0, 0, count)
+    more = made.new_zeros([count + 1, made.sizes[1]])
+    more.index_put_([there.where(slot, slot.full_like(count))], made)
+    found: Value = more.part(0, 0, count)
+    return found
 
 
 def expert_stage(place: int) -> Any:
     """One of AITER's two stages: tokens sorted by expert, block by block, and their grouped product. An entry has the
     token in its lower 24 bits, and above them which of its experts it is; a token that is not there fills up."""
 
-    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    def rule(calls: RewrittenCalls, given: Given) -> None:
         activation = {0: "silu", 1: "gelu"}.get(given.get("activation", 0))
         if activation is None:
             raise CannotRewrite(f"experts with the activation {given.get('activation')}")
         data, weight, out, chosen = given["data"], given[f"w{place}"], given["out"], given["topk"]
-        dtype, block, tokens = DType.bfloat16, given.get("block_m") or 32, data.meta.sizes[0]
-        weight = dequantized(calls, weight, given.get(f"w{place}_scale"), dtype)
-        data = dequantized(calls, data, given.get(f"a{place}_scale"), dtype)
-        ids = calls.cast(given["sorted_token_ids"], DType.int64)
-        token = calls.one("aten::bitwise_and.Scalar", self=ids, other=(1 << 24) - 1)
-        nth = calls.one("aten::floor_divide.Scalar", self=ids, other=1 << 24)
-        there = calls.one("aten::lt.Scalar", self=token, other=tokens)
-        slot = calls.one("aten::add.Tensor", self=calls.one("aten::mul.Scalar", self=token, other=chosen), other=nth)
-        row = calls.one(
-            "aten::clamp", self=token if place == 1 else slot, min=0, max=tokens * chosen ** (place - 1) - 1
-        )
+        dtype, block, tokens = DType.bfloat16, given.get("block_m") or 32, data.sizes[0]
+        weight = dequantized(weight, given.get(f"w{place}_scale"), dtype)
+        data = dequantized(data, given.get(f"a{place}_scale"), dtype)
+        ids = given["sorted_token_ids"].to(DType.int64)
+        token = ids.bitwise_and((1 << 24) - 1)
+        nth = ids // (1 << 24)
+        there = token < tokens
+        slot = token * chosen + nth
+        row = (token if place == 1 else slot).clamp(0, tokens * chosen ** (place - 1) - 1)
         if place == 2:
-            data = calls.one("aten::reshape", self=data, shape=[tokens * chosen, data.meta.sizes[-1]])
-        rows = calls.one("aten::index_select", self=data, dim=0, index=row)
-        turned = calls.one("aten::transpose.int", self=weight, dim0=1, dim1=2)
-        made, _whose = block_products(calls, rows, turned, given["sorted_expert_ids"], block, given["num_valid_ids"])
-        if place == 1 and made.meta.sizes[-1] == 2 * out.meta.sizes[-1]:
-            made = gated(calls, made, activation)
-        elif place == 1:
-            made = calls.one(f"aten::{activation}", self=made)
-        if given.get("sorted_weights") is not None:
-            share = calls.one("aten::view", self=calls.cast(given["sorted_weights"], dtype), size=[-1, 1])
-            made = calls.times(made, share)
-        target = calls.one("aten::view", self=out, size=[-1, out.meta.sizes[-1]])
-        shown = calls.one("aten::unsqueeze", self=there, dim=1)
-        nothing = calls.one("aten::zeros_like", self=made)
-        made = calls.cast(calls.one("aten::where.self", condition=shown, self=made, other=nothing), out.meta.dtype)
+            data = data.reshape([tokens * chosen, data.sizes[-1]])
+        rows = data.index_select(0, row)
+        valid = given["num_valid_ids"]
+        made, _whose = block_products(rows, weight.transpose(1, 2), given["sorted_expert_ids"], block, valid)
         if place == 1:
-            calls.write(target, into_slots(calls, made, slot, there, target.meta.sizes[0]))
+            paired = made.sizes[-1] == 2 * out.sizes[-1]
+            made = gated(made, activation) if paired else getattr(made, activation)()
+        if given.get("sorted_weights") is not None:
+            made = made * given["sorted_weights"].to(dtype).view([-1, 1])
+        target = out.view([-1, out.sizes[-1]])
+        made = there.unsqueeze(1).where(made, made.zeros_like()).to(out.dtype)
+        if place == 1:
+            target.copy_(into_slots(made, slot, there, target.sizes[0]))
         else:
-            row = calls.one("aten::clamp", self=token, min=0, max=tokens - 1)
-            calls.call("aten::index_add_", {"self": target, "dim": 0, "index": row, "source": made}, [target])
+            target.index_add_(0, token.clamp(0, tokens - 1), made)
 
     return rule
 
 
-def moe_sum(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+def moe_sum(_calls: RewrittenCalls, given: Given) -> None:
     plain("a sum", given, expert_map=(None,))
-    total = calls.one("aten::sum.dim_IntList", self=given["input"], dim=[1])
-    factor = given.get("routed_scaling_factor", 1)
-    calls.write(given["output"], calls.one("aten::mul.Scalar", self=total, other=factor) if factor != 1 else total)
+    total, factor = given["input"].sum([1]), given.get("routed_scaling_factor", 1)
+    given["output"].copy_(total * factor if factor != 1 else total)
 
 
-def shuffled_rows(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    calls.write(given["output"], calls.one("aten::index_select", self=given["input"], dim=0, index=given["map"]))
+def shuffled_rows(_calls: RewrittenCalls, given: Given) -> None:
+    given["output"].copy_(given["input"].index_select(0, given["map"]))
 
 
-def permuted(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+def permuted(calls: RewrittenCalls, given: Given) -> None:
     """Each token once for each of its experts, sorted by expert; where each comes from and goes to, and where each
     expert's begin."""
     plain("sorting", given, expert_map=(None,))
     if "align_block_size" in given:  # vLLM's older operator
         raise CannotRewrite("sorting with align_block_size, which counts the choices in another order")
-    data, target, begins = given["input"], given["permuted_input"], given["expert_first_token_offset"]
-    if target.meta.sizes[0] != math.prod(given["topk_ids"].meta.sizes):
+    target, begins = given["permuted_input"], given["expert_first_token_offset"]
+    if target.sizes[0] != math.prod(given["topk_ids"].sizes):
         raise CannotRewrite("sorting into more rows than there are choices")
-    ids = calls.one("aten::reshape", self=calls.cast(given["topk_ids"], DType.int64), shape=[-1])
-    experts, order = calls.call("aten::sort.stable", {"self": ids, "stable": True, "dim": 0, "descending": False})
-    _sorted, place = calls.call("aten::sort.stable", {"self": order, "stable": True, "dim": 0, "descending": False})
-    token = calls.one("aten::floor_divide.Scalar", self=order, other=given["topk"])
-    calls.write(target, calls.one("aten::index_select", self=data, dim=0, index=token))
-    numbers = calls.count(begins.meta.sizes[0])
-    calls.write(begins, calls.one("aten::searchsorted.Tensor", sorted_sequence=experts, self=numbers))
+    in_order = {"stable": True, "dim": 0, "descending": False}
+    experts, order = given["topk_ids"].to(DType.int64).reshape([-1]).sort(**in_order)
+    _sorted, place = order.sort(**in_order)
+    target.copy_(given["input"].index_select(0, order // given["topk"]))
+    begins.copy_(experts.searchsorted(calls.count(begins.sizes[0])))
     for name, rows in (("inv_permuted_idx", place), ("permuted_idx", order)):
-        where = given[name]
-        calls.write(where, calls.one("aten::reshape", self=rows, shape=list(where.meta.sizes)))
+        given[name].copy_(rows.like(given[name]))
 
 
-def unpermuted(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+def unpermuted(_calls: RewrittenCalls, given: Given) -> None:
     """The weighted sum of what each token's experts made, which stand sorted by expert. Rows behind those of the last
     expert are of experts elsewhere, and count nothing. vLLM's older operator names the places choice by choice."""
-    weights, target = given["topk_weights"], given["hidden_states"]
-    tokens, chosen = weights.meta.sizes
-    begins, places = given.get("expert_first_token_offset"), given.get("inv_permuted_idx")
+    weights, begins = given["topk_weights"], given.get("expert_first_token_offset")
+    places = given.get("inv_permuted_idx")
+    tokens, chosen = weights.sizes
     if places is None:
-        places = calls.one("aten::reshape", self=given["src_row_id2dst_row_id_map"], shape=[chosen, tokens])
-        places = calls.one("aten::transpose.int", self=places, dim0=0, dim1=1)
-    places = calls.one("aten::reshape", self=places, shape=[-1])
-    rows = calls.one("aten::index_select", self=calls.single(given["permuted_hidden_states"]), dim=0, index=places)
+        places = given["src_row_id2dst_row_id_map"].reshape([chosen, tokens]).transpose(0, 1)
+    places = places.reshape([-1])
+    rows = given["permuted_hidden_states"].single().index_select(0, places)
     if begins is not None:
-        end = calls.slice(begins, 0, begins.meta.sizes[0] - 1, begins.meta.sizes[0])
-        here = calls.one("aten::unsqueeze", self=calls.one("aten::lt.Tensor", self=places, other=end), dim=1)
-        nothing = calls.one("aten::zeros_like", self=rows)
-        rows = calls.one("aten::where.self", condition=here, self=rows, other=nothing)
-    rows = calls.one("aten::reshape", self=rows, shape=[tokens, chosen, -1])
-    rows = calls.times(rows, calls.one("aten::unsqueeze", self=calls.single(weights), dim=-1))
-    calls.write(target, calls.one("aten::sum.dim_IntList", self=rows, dim=[1]))
+        end = begins.part(0, begins.sizes[0] - 1, begins.sizes[0])
+        rows = (places < end).unsqueeze(1).where(rows, rows.zeros_like())
+    rows = rows.reshape([tokens, chosen, -1])
+    given["hidden_states"].copy_((rows * weights.single().unsqueeze(-1)).sum([1]))
 
 
-def grouped_product(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+def grouped_product(calls: RewrittenCalls, given: Given) -> None:
     """Rows that are sorted by expert times quantized weights [experts, width, columns]; `expert_offsets` has where each
     expert's rows begin."""
-    target, weight = given["out"], given["b"]
-    rows = dequantized(calls, given["a"], given["a_scales"], DType.bfloat16)
-    count, begins = weight.meta.sizes[0], calls.cast(given["expert_offsets"], DType.int32)
-    scales = given["b_scales"]
-    if math.prod(scales.meta.sizes) > count:  # of each column
-        scales = calls.one("aten::reshape", self=scales, shape=[count, 1, weight.meta.sizes[2]])
-    weight = dequantized(calls, weight, scales, DType.bfloat16)
-    last = calls.cast(calls.filled(1, rows.meta.sizes[0]), DType.int32)
-    ends = calls.one("aten::cat", tensors=[calls.slice(begins, 0, 1, count), last], dim=0)
-    calls.write(target, calls.one("aten::_grouped_mm", self=rows, mat2=weight, offs=ends))
+    weight, scales = given["b"], given["b_scales"]
+    rows = dequantized(given["a"], given["a_scales"], DType.bfloat16)
+    count, begins = weight.sizes[0], given["expert_offsets"].to(DType.int32)
+    if math.prod(scales.sizes) > count:  # of each column
+        scales = scales.reshape([count, 1, weight.sizes[2]])
+    weight = dequantized(weight, scales, DType.bfloat16)
+    last = calls.filled(1, rows.sizes[0]).to(DType.int32)
+    given["out"].copy_(rows._grouped_mm(weight, calls.cat([begins.part(0, 1, count), last], 0)))
 
 
 # --------------------------------------------------------------------------------------------------------------- table

@@ -13,300 +13,242 @@ from typing import Any
 
 from replayfmt.format.codes import DType
 
-from ..common.synthesis import Tensor
 from .engine_attention import LATENT_NAMES, by_scores, latent_attention, put
-from .engine_experts import LARGEST, block_products, dequantized
+from .engine_experts import LARGEST, best_of, block_products, dequantized
 from .engine_weights import unpacked
-from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain, renamed, tensors_in
+from .rewriting import CannotRewrite, Given, RewrittenCalls, Value, plain, renamed, tensors_in
 
 _TOKEN_BYTES, _QUANTIZED, _TURNED, _SCALED = 656, 512, 64, 128
 _FLOAT8 = DType.float8_e4m3fn
 
 
-def _bits(calls: RewrittenCalls, tensor: Tensor, dtype: DType) -> Tensor:
-    return tensor if tensor.meta.dtype is dtype else calls.one("aten::view.dtype", self=tensor, dtype=dtype)
+def _bits(tensor: Value, dtype: DType) -> Any:
+    return tensor if tensor.dtype is dtype else tensor.bits(dtype)
 
 
-def _scales(calls: RewrittenCalls, data: Tensor, least: float, *, powers: bool) -> Tensor:
+def _scales(data: Value, least: float, *, powers: bool) -> Any:
     """The largest magnitude along the last dimension over float8's largest number; as a power of two, rounded up."""
-    most = calls.one("aten::amax", self=calls.one("aten::abs", self=data), dim=[-1], keepdim=True)
-    found = calls.one("aten::div.Scalar", self=calls.one("aten::clamp", self=most, min=least), other=LARGEST[_FLOAT8])
-    if not powers:
-        return found
-    whole = calls.one("aten::ceil", self=calls.one("aten::log2", self=found))
-    return calls.one("aten::exp2", self=whole)
+    found = data.abs().amax([-1], keepdim=True).clamp(least) / LARGEST[_FLOAT8]
+    return found.log2().ceil().exp2() if powers else found
 
 
-def _float8_bytes(calls: RewrittenCalls, data: Tensor, scales: Tensor) -> Tensor:
-    return _bits(calls, calls.cast(calls.one("aten::div.Tensor", self=data, other=scales), _FLOAT8), DType.uint8)
+def _float8_bytes(data: Value, scales: Value) -> Any:
+    return _bits((data / scales).to(_FLOAT8), DType.uint8)
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
 
 
-def token_bytes(calls: RewrittenCalls, latent: Tensor, turned: Tensor) -> Tensor:
-    """The bytes of tokens in the quantized cache."""
-    tokens = latent.meta.sizes[0]
-    parts = calls.one("aten::reshape", self=calls.single(latent), shape=[tokens, _QUANTIZED // _SCALED, _SCALED])
-    scales = _scales(calls, parts, 1e-30, powers=False)
-    numbers = calls.one("aten::reshape", self=_float8_bytes(calls, parts, scales), shape=[tokens, _QUANTIZED])
-    flat = calls.one("aten::reshape", self=scales, shape=[tokens, _QUANTIZED // _SCALED])
-    rest = [_bits(calls, each, DType.uint8) for each in (flat, calls.cast(turned, DType.bfloat16))]
-    return calls.one("aten::cat", tensors=[numbers, *rest], dim=-1)
-
-
-def concat_and_cache(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+def concat_and_cache(calls: RewrittenCalls, given: Given) -> None:
     """A token's compressed key and value and the turned part of its key, in a cache of numbers or of bytes."""
-    cache, latent, turned = given["kv_cache"], given["kv_c"], given["k_pe"]
-    turned = calls.one("aten::reshape", self=turned, shape=[turned.meta.sizes[0], turned.meta.sizes[-1]])
-    scale = given.get("scale")
-    if cache.meta.sizes[-1] == _TOKEN_BYTES and latent.meta.sizes[-1] == _QUANTIZED:
-        both, cache, scale = token_bytes(calls, latent, turned), _bits(calls, cache, DType.uint8), None
+    cache, latent, turned, scale = given["kv_cache"], given["kv_c"], given["k_pe"], given.get("scale")
+    turned = turned.reshape([turned.sizes[0], turned.sizes[-1]])
+    if cache.sizes[-1] == _TOKEN_BYTES and latent.sizes[-1] == _QUANTIZED:
+        tokens, groups = latent.sizes[0], _QUANTIZED // _SCALED
+        parts = latent.single().reshape([tokens, groups, _SCALED])
+        scales = _scales(parts, 1e-30, powers=False)
+        numbers = _float8_bytes(parts, scales).reshape([tokens, _QUANTIZED])
+        flat = scales.reshape([tokens, groups])
+        rest = [_bits(flat, DType.uint8), _bits(turned.to(DType.bfloat16), DType.uint8)]
+        both, cache, scale = calls.cat([numbers, *rest], -1), _bits(cache, DType.uint8), None
     else:
-        both = calls.one("aten::cat", tensors=[latent, turned], dim=-1)
-    put(calls, cache, given["slot_mapping"], cache.meta.sizes[1], both, scale)
+        both = calls.cat([latent, turned], -1)
+    put(cache, given["slot_mapping"], cache.sizes[1], both, scale)
 
 
-def _tokens(calls: RewrittenCalls, rows: Tensor, dtype: DType) -> Tensor:
+def _tokens(rows: Value, dtype: DType) -> Value:
     """Tokens of a cache of bytes as numbers."""
-    if rows.meta.dtype is dtype:
+    if rows.dtype is dtype:
         return rows
-    if rows.meta.sizes[-1] != _TOKEN_BYTES:
-        raise CannotRewrite(f"a sparse cache of {rows.meta.sizes[-1]} elements of {rows.meta.dtype.name} for a token")
-    ahead = list(rows.meta.sizes[:-1])
-    rows = _bits(calls, rows, DType.uint8)
+    if rows.sizes[-1] != _TOKEN_BYTES:
+        raise CannotRewrite(f"a sparse cache of {rows.sizes[-1]} elements of {rows.dtype.name} for a token")
+    ahead = list(rows.sizes[:-1])
+    rows = _bits(rows, DType.uint8)
     ends = [0, _QUANTIZED, _TOKEN_BYTES - 2 * _TURNED, _TOKEN_BYTES]
-    parts = [calls.slice(rows, -1, *part) for part in zip(ends, ends[1:], strict=False)]
-    kinds = (_FLOAT8, DType.float32, DType.bfloat16)
+    parts = [rows.part(-1, *part) for part in zip(ends, ends[1:], strict=False)]
     numbers, scales, turned = (
-        _bits(calls, calls.one("aten::clone", self=part, memory_format=None), kind)
-        for part, kind in zip(parts, kinds, strict=True)
+        _bits(part.clone(memory_format=None), kind)
+        for part, kind in zip(parts, (_FLOAT8, DType.float32, DType.bfloat16), strict=True)
     )
-    groups = calls.one("aten::reshape", self=calls.single(numbers), shape=[*ahead, _QUANTIZED // _SCALED, _SCALED])
-    whole = calls.times(groups, calls.one("aten::unsqueeze", self=scales, dim=-1))
-    whole = calls.one("aten::reshape", self=whole, shape=[*ahead, _QUANTIZED])
-    return calls.one("aten::cat", tensors=[calls.cast(whole, dtype), calls.cast(turned, dtype)], dim=-1)
+    groups = numbers.single().reshape([*ahead, _QUANTIZED // _SCALED, _SCALED])
+    whole = (groups * scales.unsqueeze(-1)).reshape([*ahead, _QUANTIZED])
+    return rows.calls.cat([whole.to(dtype), turned.to(dtype)], -1)
 
 
-def chosen_attention(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+def chosen_attention(calls: RewrittenCalls, given: Given) -> None:
     """MLA's of queries [tokens, heads, width], or [sequences, queries, heads, width], that see only the keys chosen for
     each: their places in the cache, below zero for none."""
     plain("attention", given, extra_kv=(None,), extra_indices=(None,), extra_topk_length=(None,))
-    query, cache, chosen = given["q"], given["kv"], given["indices"]
-    (*ahead, heads, width), places = query.meta.sizes, chosen.meta.sizes[-1]
+    query, cache, chosen, out = given["q"], given["kv"], given["indices"], given.get("out_")
+    (*ahead, heads, width), places = query.sizes, chosen.sizes[-1]
     tokens = math.prod(ahead)
-    if cache.meta.sizes[-2] != 1:
+    if cache.sizes[-2] != 1:
         raise CannotRewrite("attention to chosen keys of several heads")
-    count = math.prod(cache.meta.sizes[:-2])
-    cache = calls.one("aten::reshape", self=cache, shape=[count, 1, cache.meta.sizes[-1]])
-    chosen = calls.one("aten::reshape", self=chosen, shape=[tokens, places])
-    real = calls.one(
-        "aten::logical_and",
-        self=calls.one("aten::ge.Scalar", self=chosen, other=0),
-        other=calls.one("aten::lt.Scalar", self=chosen, other=count),
-    )
-    if given.get("topk_length") is not None:
-        lengths = given["topk_length"]
-        lengths = calls.one(
-            "aten::repeat_interleave.self_int", self=lengths, repeats=tokens // lengths.meta.sizes[0], dim=0
-        )
-        lengths = calls.one("aten::unsqueeze", self=lengths, dim=1)
-        near = calls.one("aten::lt.Tensor", self=calls.count(places), other=lengths)
-        real = calls.one("aten::logical_and", self=real, other=near)
-    inside = calls.one("aten::clamp", self=chosen, min=0, max=count - 1)
-    keys = _tokens(calls, calls.one("aten::index.Tensor", self=cache, indices=[inside]), query.meta.dtype)
-    rows = calls.one("aten::reshape", self=query, shape=[tokens, 1, heads, width])
-    seen = calls.one("aten::view", self=real, size=[tokens, 1, 1, places])
-    heads_first = [
-        calls.one("aten::transpose.int", self=each, dim0=1, dim1=2)
-        for each in (rows, keys, calls.slice(keys, -1, 0, given["d_v"]))
-    ]
-    mixed = by_scores(calls, heads_first, seen, given["sm_scale"], None, given.get("attn_sink"))
-    if given.get("out_") is not None:
-        calls.write(given["out_"], calls.one("aten::reshape", self=mixed, shape=list(given["out_"].meta.sizes)))
-    for place, recorded in enumerate(tensors_in(results or [])):
-        if place == 0 and recorded is not given.get("out_"):
-            calls.fill(recorded, calls.one("aten::reshape", self=mixed, shape=list(recorded.meta.sizes)))
+    count = math.prod(cache.sizes[:-2])
+    cache = cache.reshape([count, 1, cache.sizes[-1]])
+    chosen = chosen.reshape([tokens, places])
+    real = (chosen >= 0) & (chosen < count)
+    lengths = given.get("topk_length")
+    if lengths is not None:
+        lengths = lengths.repeat_interleave(tokens // lengths.sizes[0], 0).unsqueeze(1)
+        real = real & (calls.count(places) < lengths)
+    keys = _tokens(cache.index([chosen.clamp(0, count - 1)]), query.dtype)
+    rows = query.reshape([tokens, 1, heads, width])
+    seen = real.view([tokens, 1, 1, places])
+    values = keys.part(-1, 0, given["d_v"])
+    heads_first = [each.transpose(1, 2) for each in (rows, keys, values)]
+    mixed: Any = by_scores(heads_first, seen, given["sm_scale"], None, given.get("attn_sink"))
+    if out is not None:
+        out.copy_(mixed.like(out))
+    for place, recorded in enumerate(tensors_in(calls.results or [])):
+        if place == 0 and (out is None or recorded is not out.tensor):
+            calls.fill(recorded, mixed.like(calls.wrapped(recorded)))
         elif place:
             calls.allocate(recorded, zeros=True)
     calls.assumed.append("the largest scores and the logarithms of the sums, which it also returns, are 0")
 
 
-def latent_decode(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+def latent_decode(calls: RewrittenCalls, given: Given) -> None:
     """FlashMLA's decode, of the keys in a sequence's pages or of chosen ones."""
     if given.get("indices") is None:
-        latent_attention(calls, given, results)
+        latent_attention(calls, given)
         return
     plain("attention", given, extra_k_cache=(None,), extra_indices_in_kvcache=(None,))
-    names = {"cache": "kv", "head_size_v": "d_v", "scale": "sm_scale"}
-    chosen_attention(calls, {names.get(name, name): value for name, value in given.items()}, results)
+    renamed(chosen_attention, {"cache": "kv", "head_size_v": "d_v", "scale": "sm_scale"})(calls, given)
 
 
 # ------------------------------------------------------------------------------------------------------------ indexer
 
 
-def _page_parts(calls: RewrittenCalls, cache: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _page_parts(cache: Value, width: int) -> tuple[Any, Any]:
     """The numbers [pages, tokens, width] and the bytes of the scales [pages, tokens, bytes] in an indexer's cache."""
-    pages, block, whole = cache.meta.sizes[0], cache.meta.sizes[1], cache.meta.sizes[-1]
-    flat = calls.one("aten::view", self=_bits(calls, cache, DType.uint8), size=[pages, -1])
-    ends = (0, block * width, block * whole)
-    numbers, scales = (calls.slice(flat, 1, *part) for part in zip(ends, ends[1:], strict=False))
-    return (
-        calls.one("aten::view", self=numbers, size=[pages, block, width]),
-        calls.one("aten::view", self=scales, size=[pages, block, whole - width]),
-    )
+    pages, block, whole = cache.sizes[0], cache.sizes[1], cache.sizes[-1]
+    flat = _bits(cache, DType.uint8).view([pages, -1])
+    numbers, scales = flat.part(1, 0, block * width), flat.part(1, block * width, block * whole)
+    return numbers.view([pages, block, width]), scales.view([pages, block, whole - width])
 
 
-def indexer_cache(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+def indexer_cache(_calls: RewrittenCalls, given: Given) -> None:
     """Keys of the indexer as float8, with a scale for each group of numbers."""
     plain("a cache", given, preshuffle=(None, False))
-    keys, slots, block = given["k"], given["slot_mapping"], given["kv_cache"].meta.sizes[1]
-    tokens, width = keys.meta.sizes
-    numbers, scales = _page_parts(calls, given["kv_cache"], width)
+    keys, slots, block = given["k"], given["slot_mapping"], given["kv_cache"].sizes[1]
+    tokens, width = keys.sizes
+    numbers, scales = _page_parts(given["kv_cache"], width)
     groups = width // given["quant_block_size"]
-    parts = calls.one("aten::reshape", self=calls.single(keys), shape=[tokens, groups, -1])
-    found = _scales(calls, parts, 1e-4, powers=given.get("kv_cache_dtype", given.get("scale_fmt")) == "ue8m0")
-    new = calls.one("aten::reshape", self=_float8_bytes(calls, parts, found), shape=[tokens, width])
-    put(calls, numbers, slots, block, new)
-    flat = calls.one("aten::reshape", self=found, shape=[tokens, groups])
-    put(calls, scales, slots, block, _bits(calls, flat, DType.uint8))
+    parts = keys.single().reshape([tokens, groups, -1])
+    found = _scales(parts, 1e-4, powers=given.get("kv_cache_dtype", given.get("scale_fmt")) == "ue8m0")
+    put(numbers, slots, block, _float8_bytes(parts, found).reshape([tokens, width]))
+    put(scales, slots, block, _bits(found.reshape([tokens, groups]), DType.uint8))
 
 
-def gather_indexer_cache(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+def gather_indexer_cache(calls: RewrittenCalls, given: Given) -> None:
     """The indexer's keys of sequences, one after the other, and their scales."""
     plain("a cache", given, preshuffle=(None, False))
     cache, table, ends = given["kv_cache"], given["block_table"], given["cu_seq_lens"]
-    target, scales = (_bits(calls, given[name], DType.uint8) for name in ("dst_k", "dst_scale"))
-    tokens, block, sequences = target.meta.sizes[0], cache.meta.sizes[1], table.meta.sizes[0]
+    target, scales = (_bits(given[name], DType.uint8) for name in ("dst_k", "dst_scale"))
+    tokens, block, sequences = target.sizes[0], cache.sizes[1], table.sizes[0]
     place = calls.count(tokens)
-    last = calls.cast(calls.slice(ends, 0, 1, sequences + 1), DType.int64)
-    whose = calls.one("aten::searchsorted.Tensor", sorted_sequence=last, self=place, right=True)
-    whose = calls.one("aten::clamp", self=whose, min=None, max=sequences - 1)
-    nth = calls.one(
-        "aten::sub.Tensor", self=place, other=calls.one("aten::index_select", self=ends, dim=0, index=whose)
-    )
-    nth = calls.one("aten::clamp", self=nth, min=0, max=table.meta.sizes[1] * block - 1)
-    of_table = calls.one("aten::floor_divide.Scalar", self=nth, other=block)
-    page = calls.one("aten::index.Tensor", self=table, indices=[whose, of_table])
-    where = [calls.cast(page, DType.int64), calls.one("aten::remainder.Scalar", self=nth, other=block)]
-    for part, out in zip(_page_parts(calls, cache, target.meta.sizes[-1]), (target, scales), strict=True):
-        calls.write(out, calls.one("aten::index.Tensor", self=part, indices=where))
+    last = ends.part(0, 1, sequences + 1).to(DType.int64)
+    whose = last.searchsorted(place, right=True).clamp(None, sequences - 1)
+    nth = (place - ends.index_select(0, whose)).clamp(0, table.sizes[1] * block - 1)
+    where = [table.index([whose, nth // block]).to(DType.int64), nth % block]
+    for part, out in zip(_page_parts(cache, target.sizes[-1]), (target, scales), strict=True):
+        out.copy_(part.index(where))
 
 
-def best_of_rows(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+def best_of_rows(calls: RewrittenCalls, given: Given) -> None:
     """The places of the largest scores of each row between where it starts and ends, from its start; -1 where there are
     no more. Without ends, a row is one of `next_n` queries of a sequence, the last of which sees all of it."""
     logits, target = given["logits"], given["indices"]
-    (rows, columns), most = logits.meta.sizes, target.meta.sizes[-1]
+    (rows, columns), most = logits.sizes, target.sizes[-1]
     starts, ends = given.get("starts"), given["ends"]
-    each = given.get("next_n") or rows // ends.meta.sizes[0]
+    each = given.get("next_n") or rows // ends.sizes[0]
     if each > 1:
-        nth = calls.one("aten::remainder.Scalar", self=calls.count(rows), other=each)
-        of_all = calls.one("aten::repeat_interleave.self_int", self=ends, repeats=each, dim=0)
-        ends = calls.one("aten::sub.Scalar", self=calls.one("aten::add.Tensor", self=of_all, other=nth), other=each - 1)
-    places, ends = calls.count(columns), calls.one("aten::view", self=ends, size=[rows, 1])
-    seen = calls.one("aten::lt.Tensor", self=places, other=ends)
+        nth = calls.count(rows) % each
+        ends = ends.repeat_interleave(each, 0) + nth - (each - 1)
+    places, ends = calls.count(columns), ends.view([rows, 1])
+    seen = places < ends
     if starts is not None:
-        starts = calls.one("aten::view", self=starts, size=[rows, 1])
-        later = calls.one("aten::ge.Tensor", self=places, other=starts)
-        seen = calls.one("aten::logical_and", self=seen, other=later)
-    hidden = calls.one("aten::logical_not", self=seen)
-    scores = calls.one("aten::masked_fill.Scalar", self=calls.single(logits), mask=hidden, value=-math.inf)
+        starts = starts.view([rows, 1])
+        seen = seen & (places >= starts)
+    hidden = ~seen
     count = min(most, columns)
-    best, which = calls.call("aten::topk", {"self": scores, "k": count, "dim": -1, "largest": True, "sorted": True})
+    best, which = best_of(logits.single().masked_fill(hidden, -math.inf), count)
     if starts is not None:
-        which = calls.one("aten::sub.Tensor", self=which, other=starts)
-    none = calls.one("aten::eq.Scalar", self=best, other=-math.inf)
-    which = calls.one("aten::masked_fill.Scalar", self=which, mask=none, value=-1)
-    target = calls.one("aten::view", self=target, size=[rows, most])
-    calls.write(calls.slice(target, 1, 0, count), which)
+        which = which - starts
+    which = which.masked_fill(best.eq(-math.inf), -1)
+    target = target.view([rows, most])
+    target.part(1, 0, count).copy_(which)
     if count < most:
-        rest = calls.slice(target, 1, count, most)
-        calls.call("aten::fill_.Scalar", {"self": rest, "value": -1}, [rest])
+        target.part(1, count, most).fill_(-1)
 
 
-def _scored(calls: RewrittenCalls, query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+def _scored(query: Value, keys: Value, weights: Value) -> Any:
     """The sum over heads of weight * relu(q * k), for queries [.., heads, width], keys [.., keys, width]."""
-    turned = calls.one("aten::transpose.int", self=keys, dim0=-2, dim1=-1)
-    score = calls.one("aten::relu", self=calls.one("aten::matmul", self=query, other=turned))
-    share = calls.one("aten::unsqueeze", self=calls.single(weights), dim=-1)
-    return calls.one("aten::sum.dim_IntList", self=calls.times(score, share), dim=[-2])
+    score = query.matmul(keys.transpose(-2, -1)).relu()
+    return (score * weights.single().unsqueeze(-1)).sum([-2])
 
 
-def indexer_logits(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+def indexer_logits(calls: RewrittenCalls, given: Given) -> None:
     """Scores of all keys for each query; beyond where the query starts and ends, they are minus infinity."""
     plain("scores", given, q_sf=(None,), max_seqlen_k=(None, 0))
-    keys = dequantized(calls, given["kv"], given["kv_sf"], DType.float32)
-    found = _scored(calls, calls.single(given["q"]), keys, given["weights"])
-    rows, columns = found.meta.sizes
+    keys = dequantized(given["kv"], given["kv_sf"], DType.float32)
+    found = _scored(given["q"].single(), keys, given["weights"])
+    rows, columns = found.sizes
     places = calls.count(columns)
-    starts, ends = (
-        calls.one("aten::view", self=given[f"cu_seq_len_k_{name}"], size=[rows, 1]) for name in ("start", "end")
-    )
-    seen = calls.one(
-        "aten::logical_and",
-        self=calls.one("aten::ge.Tensor", self=places, other=starts),
-        other=calls.one("aten::lt.Tensor", self=places, other=ends),
-    )
-    hidden = calls.one("aten::logical_not", self=seen)
-    calls.fill((results or [None])[0], calls.one("aten::masked_fill.Scalar", self=found, mask=hidden, value=-math.inf))
+    starts, ends = (given[f"cu_seq_len_k_{name}"].view([rows, 1]) for name in ("start", "end"))
+    calls.deliver(found.masked_fill(~((places >= starts) & (places < ends)), -math.inf))
 
 
-def paged_indexer_logits(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+def paged_indexer_logits(calls: RewrittenCalls, given: Given) -> None:
     """Scores of the keys in each sequence's pages, for its queries [sequences, queries, heads, width]."""
     plain("scores", given, q_sf=(None,), indices=(None,))
     query, table, longest = given["q"], given["block_table"], given["max_context_len"]
-    sequences, queries, _heads, width = query.meta.sizes
-    numbers, scales = _page_parts(calls, given["kv_cache"], width)
-    block = numbers.meta.sizes[1]
-    table = calls.slice(table, 1, 0, min(table.meta.sizes[1], max(1, -(-longest // block))))
-    pages = [calls.one("aten::index.Tensor", self=each, indices=[table]) for each in (numbers, scales)]
-    numbers, scales = (_bits(calls, each, kind) for each, kind in zip(pages, (_FLOAT8, DType.float32), strict=True))
-    keys = calls.times(calls.single(numbers), scales)
-    count = table.meta.sizes[1] * block
-    keys = calls.one("aten::reshape", self=keys, shape=[sequences, 1, count, width])
-    weights = calls.one("aten::reshape", self=given["weights"], shape=[sequences, queries, -1])
-    found = _scored(calls, calls.single(query), keys, weights)
-    found = calls.one("aten::reshape", self=found, shape=[sequences * queries, count])
-    found = calls.slice(found, 1, 0, min(count, longest))
-    recorded = (results or [None])[0]
-    if isinstance(recorded, Tensor) and recorded.meta.sizes != found.meta.sizes:
-        raise CannotRewrite(f"scores of {list(recorded.meta.sizes)}, not {list(found.meta.sizes)}")
-    calls.fill(recorded, found)
+    sequences, queries, _heads, width = query.sizes
+    numbers, scales = _page_parts(given["kv_cache"], width)
+    block = numbers.sizes[1]
+    table = table.part(1, 0, min(table.sizes[1], max(1, -(-longest // block))))
+    numbers, scales = numbers.index([table]), scales.index([table])
+    numbers, scales = _bits(numbers, _FLOAT8), _bits(scales, DType.float32)
+    count = table.sizes[1] * block
+    keys = (numbers.single() * scales).reshape([sequences, 1, count, width])
+    weights = given["weights"].reshape([sequences, queries, -1])
+    found = _scored(query.single(), keys, weights).reshape([sequences * queries, count])
+    found = found.part(1, 0, min(count, longest))
+    for recorded in tensors_in(calls.results or []):
+        if recorded.meta.sizes != found.sizes:
+            raise CannotRewrite(f"scores of {list(recorded.meta.sizes)}, not {list(found.sizes)}")
+    calls.deliver(found)
 
 
 # ----------------------------------------------------------------------------------------------------------- products
 
 
-def _factor(calls: RewrittenCalls, data: Tensor, scales: Tensor | None, dtype: DType, *, turned: bool) -> Tensor:
+def _factor(data: Value, scales: Any, dtype: DType, *, turned: bool) -> Any:
     """A factor of a product as numbers. Scales of four groups may be in one word: their exponents."""
-    if scales is not None and scales.meta.dtype is DType.int32:
-        ahead, groups = list(scales.meta.sizes[:-1]), -(-data.meta.sizes[-1] // _SCALED)
-        words = calls.one("aten::reshape", self=scales, shape=[-1, scales.meta.sizes[-1]])
-        powers = calls.single(unpacked(calls, words, 1, 8))
-        powers = calls.one("aten::exp2", self=calls.one("aten::sub.Scalar", self=powers, other=127))
-        scales = calls.slice(calls.one("aten::reshape", self=powers, shape=[*ahead, -1]), -1, 0, groups)
-    data = dequantized(calls, data, scales, dtype)
-    return calls.one("aten::transpose.int", self=data, dim0=-2, dim1=-1) if turned else data
+    if scales is not None and scales.dtype is DType.int32:
+        ahead, groups = list(scales.sizes[:-1]), -(-data.sizes[-1] // _SCALED)
+        words = scales.reshape([-1, scales.sizes[-1]])
+        powers = (unpacked(words, 1, 8).single() - 127).exp2()
+        scales = powers.reshape([*ahead, -1]).part(-1, 0, groups)
+    data = dequantized(data, scales, dtype)
+    return data.transpose(-2, -1) if turned else data
 
 
 def gemm(layout: str) -> Any:
     """DeepGEMM's product: `t` behind `n` is the second factor transposed, a first `t` the first one. Of groups, rows
     have the expert in `grouped_layout`, or each expert has as many rows as it may have."""
 
-    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    def rule(calls: RewrittenCalls, given: Given) -> None:
         plain("a product", given, c=(None,), epilogue_kind=(None, 0), alpha=(None, 1.0), use_psum_layout=(None, False))
-        target, one, other = given["d"], given["a"], given["b"]
-        dtype = DType.bfloat16
-        one = _factor(calls, one, given.get("sfa"), dtype, turned=layout[0] == "t")
-        other = _factor(calls, other, given.get("sfb"), dtype, turned=layout[1] == "t")
+        one = _factor(given["a"], given.get("sfa"), DType.bfloat16, turned=layout[0] == "t")
+        other = _factor(given["b"], given.get("sfb"), DType.bfloat16, turned=layout[1] == "t")
         experts = given.get("grouped_layout")
         if experts is not None:
-            rows = calls.filled(1, one.meta.sizes[0])
-            made, _whose = block_products(calls, one, other, experts, 1, rows)
+            made, _whose = block_products(one, other, experts, 1, calls.filled(1, one.sizes[0]))
         else:
-            made = calls.one("aten::matmul", self=one, other=other)
-        calls.write(target, made)
+            made = one @ other
+        given["d"].copy_(made)
 
     return rule
 

@@ -18,89 +18,77 @@ from typing import Any
 
 from replayfmt.format.codes import DType
 
-from ..common.synthesis import Tensor
 from .engine_experts import block_products, into_slots
-from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain, renamed
+from .rewriting import CannotRewrite, Given, RewrittenCalls, Value, plain, renamed
 
 _WORD_BITS = {DType.int32: 32, DType.uint8: 8}
 _TILE_ROWS, _TILE_COLUMNS = 16, 64
 
 
-def unpacked(calls: RewrittenCalls, words: Tensor, dim: int, bits: int, *, shuffled: bool = False) -> Tensor:
+def unpacked(words: Any, dim: int, bits: int, *, shuffled: bool = False) -> Any:
     """The elements of a matrix of words, each of which holds some that follow each other along `dim`."""
-    if words.meta.dtype not in _WORD_BITS or len(words.meta.sizes) != 2:
-        raise CannotRewrite(f"packed weights of {words.meta.dtype.name} with {len(words.meta.sizes)} dimensions")
-    rows, columns = words.meta.sizes
-    count = _WORD_BITS[words.meta.dtype] // bits
-    words = calls.cast(words, DType.int32)
-    places = calls.one("aten::mul.Scalar", self=calls.count(count), other=bits)
-    places = calls.one("aten::view", self=places, size=[count, 1] if dim == 0 else [count])
-    wide = calls.one("aten::unsqueeze", self=words, dim=dim + 1)
-    parts = calls.one("aten::bitwise_right_shift.Tensor", self=wide, other=places)
-    parts = calls.one("aten::bitwise_and.Scalar", self=parts, other=(1 << bits) - 1)
+    if words.dtype not in _WORD_BITS or len(words.sizes) != 2:
+        raise CannotRewrite(f"packed weights of {words.dtype.name} with {len(words.sizes)} dimensions")
+    rows, columns = words.sizes
+    count = _WORD_BITS[words.dtype] // bits
+    words = words.to(DType.int32)
+    places = (words.calls.count(count) * bits).view([count, 1] if dim == 0 else [count])
+    parts = words.unsqueeze(dim + 1).bitwise_right_shift(places).bitwise_and((1 << bits) - 1)
     if shuffled:
         sizes = [rows, 2, count // 2, columns] if dim == 0 else [rows, columns, 2, count // 2]
-        halves = calls.one("aten::view", self=parts, size=sizes)
-        parts = calls.one("aten::transpose.int", self=halves, dim0=dim + 1, dim1=dim + 2)
-    sizes = [rows * count, columns] if dim == 0 else [rows, columns * count]
-    return calls.one("aten::reshape", self=parts, shape=sizes)
+        parts = parts.view(sizes).transpose(dim + 1, dim + 2)
+    return parts.reshape([rows * count, columns] if dim == 0 else [rows, columns * count])
 
 
-def _weight(calls: RewrittenCalls, whole: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None) -> Tensor:
+def _weight(whole: Value, zeros: Value, scales: Value, groups: Value | None) -> Any:
     """The weight with the dtype of its scales. `groups` has the group of each row; without it they follow each
     other."""
-    rows, columns = whole.meta.sizes
+    rows, columns = whole.sizes
     spread = []
     for each in (zeros, scales):
         if groups is not None:
-            spread.append(calls.one("aten::index_select", self=each, dim=0, index=groups))
+            spread.append(each.index_select(0, groups))
             continue
-        count = each.meta.sizes[0]
+        count = each.sizes[0]
         if not count or rows % count:
             raise CannotRewrite(f"{count} groups of {rows} rows")
-        lines = calls.one("aten::unsqueeze", self=each, dim=1)
-        lines = calls.one("aten::expand", self=lines, size=[count, rows // count, columns])
-        spread.append(calls.one("aten::reshape", self=lines, shape=[rows, columns]))
-    apart = calls.one("aten::sub.Tensor", self=whole, other=spread[0])
-    return calls.times(calls.cast(apart, scales.meta.dtype), spread[1])
+        spread.append(each.unsqueeze(1).expand([count, rows // count, columns]).reshape([rows, columns]))
+    return (whole - spread[0]).to(scales.dtype) * spread[1]
 
 
-def awq_dequantize(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+def awq_dequantize(calls: RewrittenCalls, given: Given) -> None:
     """The whole weight. Of `scales` and `zeros`, whichever is packed are the zero points: callers swap them."""
-    calls.fill((results or [None])[0], _awq(calls, given))
+    calls.deliver(_awq(given))
 
 
-def awq_product(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
-    data = given["data"]
-    product = calls.one("aten::mm", self=data, mat2=calls.cast(_awq(calls, given), data.meta.dtype))
-    calls.fill((results or [None])[0], product)
+def awq_product(calls: RewrittenCalls, given: Given) -> None:
+    calls.deliver(given["data"].mm(_awq(given).to(given["data"].dtype)))
 
 
-def _awq(calls: RewrittenCalls, given: Given) -> Tensor:
+def _awq(given: Given) -> Any:
     scales, zeros = given["scales"], given["zeros"]
-    if scales.meta.dtype is DType.int32:
+    if scales.dtype is DType.int32:
         scales, zeros = zeros, scales
-    whole, points = (unpacked(calls, each, 1, 4, shuffled=True) for each in (given["weight"], zeros))
-    return _weight(calls, whole, points, scales, None)
+    whole, points = (unpacked(each, 1, 4, shuffled=True) for each in (given["weight"], zeros))
+    return _weight(whole, points, scales, None)
 
 
-def gptq_product(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+def gptq_product(calls: RewrittenCalls, given: Given) -> None:
     """Zero points are one less than meant, other than in the second version of the format. Shuffled rows are in the
     order of their groups, for which the columns of the other factor are chosen."""
     bits, data, order = given["bit"], given["a"], given.get("b_g_idx")
     if bits not in (4, 8):
         raise CannotRewrite(f"a product with weights of {bits} bits")
-    listed = order is not None and order.meta.sizes[0] > 0
+    listed = order is not None and order.sizes[0] > 0
     shuffled = bool(given["shuffled"])
-    whole = unpacked(calls, given["b_q_weight"], 0, bits, shuffled=shuffled and bits == 4)
-    points = unpacked(calls, given["b_gptq_qzeros"], 1, bits)
+    whole = unpacked(given["b_q_weight"], 0, bits, shuffled=shuffled and bits == 4)
+    points = unpacked(given["b_gptq_qzeros"], 1, bits)
     if not given.get("use_v2_format"):
-        points = calls.one("aten::add.Scalar", self=points, other=1)
-    weight = _weight(calls, whole, points, given["b_gptq_scales"], order if listed and not shuffled else None)
+        points = points + 1
+    weight = _weight(whole, points, given["b_gptq_scales"], order if listed and not shuffled else None)
     if listed and shuffled:
-        data = calls.one("aten::index_select", self=data, dim=1, index=order)
-    product = calls.one("aten::mm", self=data, mat2=calls.cast(weight, data.meta.dtype))
-    calls.fill((results or [None])[0], product)
+        data = data.index_select(1, order)
+    calls.deliver(data.mm(weight.to(data.dtype)))
 
 
 # -------------------------------------------------------------------------------------------------- Marlin and Machete
@@ -124,178 +112,154 @@ def _kind(number: int) -> _Kind:
     return found
 
 
-def _ordered(calls: RewrittenCalls, tensor: Tensor, parts: list[int], dims: list[int], sizes: list[int]) -> Tensor:
+def _ordered(tensor: Value, parts: list[int], dims: list[int], sizes: list[int]) -> Any:
     """The elements in another order: as `parts` with its dimensions permuted."""
-    whole = calls.one("aten::reshape", self=tensor, shape=parts)
-    return calls.one("aten::reshape", self=calls.one("aten::permute", self=whole, dims=dims), shape=sizes)
+    return tensor.reshape(parts).permute(dims).reshape(sizes)
 
 
-def _float4(calls: RewrittenCalls, codes: Tensor) -> Tensor:
+def _float4(codes: Value) -> Any:
     """The numbers of codes of float4_e2m1: as float16, their bits are 2**14 times too small."""
-    small = calls.one("aten::mul.Scalar", self=calls.one("aten::bitwise_and.Scalar", self=codes, other=7), other=512)
-    half = calls.one("aten::view.dtype", self=calls.cast(small, DType.int16), dtype=DType.float16)
-    size = calls.one("aten::mul.Scalar", self=calls.single(half), other=16384)
-    negative = calls.one("aten::ge.Scalar", self=codes, other=8)
-    return calls.one("aten::where.self", condition=negative, self=calls.one("aten::neg", self=size), other=size)
+    small = codes.bitwise_and(7) * 512
+    size = small.to(DType.int16).bits(DType.float16).single() * 16384
+    return (codes >= 8).where(-size, size)
 
 
-def _marlin_columns(calls: RewrittenCalls, lines: Tensor, *, single: bool) -> Tensor:
+def _marlin_columns(lines: Value, *, single: bool) -> Any:
     """Scales, zero points or a bias in the order of their columns: 64 or, of a single group, 32 were mixed."""
-    sizes = list(lines.meta.sizes)
-    if single:
-        return _ordered(calls, lines, [-1, 4, 4, 2], [0, 2, 1, 3], sizes)
-    return _ordered(calls, lines, [-1, 8, 8], [0, 2, 1], sizes)
+    sizes = list(lines.sizes)
+    return (
+        _ordered(lines, [-1, 4, 4, 2], [0, 2, 1, 3], sizes) if single else _ordered(lines, [-1, 8, 8], [0, 2, 1], sizes)
+    )
 
 
-def _marlin(calls: RewrittenCalls, given: Given, dtype: DType) -> Tensor:
+def _marlin(given: Given, dtype: DType) -> Any:
     """The whole weight [rows, columns], or that of each expert."""
     plain("a product", given, a_scales=(None,), is_zp_float=(None, False), global_scale=(None,))
     kind, words, scales = _kind(given["b_type_id"]), given["b_q_weight"], given["b_scales"]
-    groups, columns = scales.meta.sizes[-2:]
-    rows, ahead = given["size_k"], list(words.meta.sizes[:-2])
-    lines = words.meta.sizes[-2] * (ahead[0] if ahead else 1)
-    words = calls.one("aten::reshape", self=words, shape=[lines, words.meta.sizes[-1]])
+    groups, columns = scales.sizes[-2:]
+    rows, ahead = given["size_k"], list(words.sizes[:-2])
+    lines = words.sizes[-2] * (ahead[0] if ahead else 1)
+    words = words.reshape([lines, words.sizes[-1]])
     narrow = kind.bits == 4
     parts = [lines, columns // _TILE_COLUMNS, 8, 4, 4, 2, 2, 2]
     dims = [0, 7, 3, 5, 1, 4, 6, 2] if narrow else [0, 7, 3, 6, 1, 4, 5, 2]
-    whole = _ordered(calls, unpacked(calls, words, 1, kind.bits), parts, dims, [lines * _TILE_ROWS, columns])
-    flat = calls.one("aten::reshape", self=scales, shape=[-1, columns])
-    points, single = given.get("b_zeros"), groups == 1
-    factor = 1.0
+    whole = _ordered(unpacked(words, 1, kind.bits), parts, dims, [lines * _TILE_ROWS, columns])
+    flat = scales.reshape([-1, columns])
+    points, factor = given.get("b_zeros"), 1.0
     if kind.exponent == 2:
-        flat = _ordered(calls, flat, [-1, 2, 2], [0, 2, 1], list(flat.meta.sizes))
-        if flat.meta.dtype is DType.float8_e4m3fn:
+        flat = _ordered(flat, [-1, 2, 2], [0, 2, 1], list(flat.sizes))
+        if flat.dtype is DType.float8_e4m3fn:
             raise CannotRewrite("a product with NVFP4's scales")
-    flat = calls.single(_marlin_columns(calls, flat, single=single))
-    order = given.get("g_idx") if (given.get("g_idx") is not None and given["g_idx"].meta.sizes[-1]) else None
+    flat = _marlin_columns(flat, single=groups == 1).single()
+    order = given.get("g_idx") if (given.get("g_idx") is not None and given["g_idx"].sizes[-1]) else None
     if order is not None and ahead:
         raise CannotRewrite("experts with rows in the order of their groups")
-    if kind.exponent == 0 and points is not None and 0 not in points.meta.sizes:
-        points = calls.one("aten::reshape", self=points, shape=[-1, points.meta.sizes[-1]])
-        points = unpacked(calls, points, 1, kind.bits)
-        mixed = [-1, 2, 4] if narrow else [-1, 2, 2]
-        points = _ordered(calls, points, mixed, [0, 2, 1], list(points.meta.sizes))
-        points = _marlin_columns(calls, points, single=False)
+    if kind.exponent == 0 and points is not None and 0 not in points.sizes:
+        points = unpacked(points.reshape([-1, points.sizes[-1]]), 1, kind.bits)
+        points = _ordered(points, [-1, 2, 4] if narrow else [-1, 2, 2], [0, 2, 1], list(points.sizes))
+        points = _marlin_columns(points, single=False)
     elif kind.exponent == 0:
-        points = calls.one("aten::full_like", self=flat, fill_value=kind.bias)
+        points = flat.full_like(kind.bias)
     else:
-        points = calls.one("aten::zeros_like", self=flat)
+        points = flat.zeros_like()
         if kind.exponent == 2:
-            whole = _float4(calls, whole)
+            whole = _float4(whole)
         else:
-            whole = calls.one("aten::view.dtype", self=calls.cast(whole, DType.uint8), dtype=DType.float8_e4m3fn)
+            whole = whole.to(DType.uint8).bits(DType.float8_e4m3fn)
             factor = 2.0 ** -(8 if dtype is DType.float16 else 120)
-    weight = _weight(calls, calls.single(whole), points, flat, order)
+    weight = _weight(whole.single(), points, flat, order)
     if factor != 1.0:
-        weight = calls.one("aten::mul.Scalar", self=weight, other=factor)
-    sizes = [*ahead, rows, columns]
-    return calls.cast(calls.one("aten::reshape", self=weight, shape=sizes), dtype)
+        weight = weight * factor
+    return weight.reshape([*ahead, rows, columns]).to(dtype)
 
 
-def _marlin_bias(calls: RewrittenCalls, bias: Tensor) -> Tensor:
-    return _marlin_columns(calls, bias, single=True)
-
-
-def marlin_product(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+def marlin_product(calls: RewrittenCalls, given: Given) -> None:
     """Rows of the weight may be in the order of their groups, for which the columns of the other factor are chosen."""
     data, order, bias = given["a"], given.get("perm"), given.get("b_bias")
-    weight = _marlin(calls, given, data.meta.dtype)
-    if order is not None and order.meta.sizes[-1]:
-        data = calls.one("aten::index_select", self=data, dim=1, index=order)
-    product = calls.one("aten::mm", self=data, mat2=weight)
+    weight = _marlin(given, data.dtype)
+    if order is not None and order.sizes[-1]:
+        data = data.index_select(1, order)
+    product = data.mm(weight)
     if bias is not None:
-        product = calls.one("aten::add.Tensor", self=product, other=_marlin_bias(calls, bias))
-    _deliver(calls, given.get("c"), results, product)
+        product = product + _marlin_columns(bias, single=True)
+    _deliver(calls, given.get("c"), product)
 
 
-def _deliver(calls: RewrittenCalls, target: Tensor | None, results: Recorded, content: Tensor) -> None:
+def _deliver(calls: RewrittenCalls, target: Any, content: Any) -> None:
     """To the memory that the call was given, if it was, and to its result, if that is another tensor."""
     if target is not None:
-        calls.write(target, calls.one("aten::reshape", self=content, shape=list(target.meta.sizes)))
-    recorded = (results or [None])[0]
-    if recorded is not target:
-        calls.fill(recorded, content)
+        target.copy_(content.like(target))
+    if target is None or (calls.results or [None])[0] is not target.tensor:
+        calls.deliver(content)
 
 
-def _sorted_product(calls: RewrittenCalls, given: Given, data: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _sorted_product(calls: RewrittenCalls, given: Given, data: Value, weight: Value, bias: Value | None) -> Value:
     """Products of tokens that are sorted by expert, block by block; each in the place of its token and choice."""
-    slot, chosen = calls.cast(given["sorted_token_ids"], DType.int64), given["top_k"]
-    count = data.meta.sizes[0] * chosen
-    inside = calls.one("aten::clamp", self=slot, min=0, max=max(count - 1, 0))
-    row = calls.one("aten::floor_divide.Scalar", self=inside, other=chosen)
-    rows = calls.one("aten::index_select", self=calls.cast(data, DType.bfloat16), dim=0, index=row)
-    made, whose = block_products(calls, rows, weight, given["expert_ids"], given["block"], given["valid"])
+    slot, chosen = given["sorted_token_ids"].to(DType.int64), given["top_k"]
+    count = data.sizes[0] * chosen
+    inside = slot.clamp(0, max(count - 1, 0))
+    row = inside // chosen
+    rows = data.to(DType.bfloat16).index_select(0, row)
+    made: Any
+    made, whose = block_products(rows, weight, given["expert_ids"], given["block"], given["valid"])
     if bias is not None:
-        own = calls.one("aten::repeat_interleave.self_int", self=whose, repeats=given["block"], dim=0)
-        own = calls.slice(own, 0, 0, rows.meta.sizes[0])
-        made = calls.one(
-            "aten::add.Tensor", self=made, other=calls.one("aten::index_select", self=bias, dim=0, index=own)
-        )
+        own = whose.repeat_interleave(given["block"], 0).part(0, 0, rows.sizes[0])
+        made = made + bias.index_select(0, own)
     if given.get("topk_weights") is not None:
-        share = calls.one("aten::reshape", self=calls.cast(given["topk_weights"], DType.bfloat16), shape=[-1])
-        share = calls.one("aten::index_select", self=share, dim=0, index=inside)
-        made = calls.times(made, calls.one("aten::unsqueeze", self=share, dim=1))
-    there = calls.one("aten::lt.Scalar", self=slot, other=count)
-    return into_slots(calls, made, slot, there, count)
+        share = given["topk_weights"].to(DType.bfloat16).reshape([-1]).index_select(0, inside)
+        made = made * share.unsqueeze(1)
+    return into_slots(made, slot, slot < count, count)
 
 
-def marlin_experts(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+def marlin_experts(calls: RewrittenCalls, given: Given) -> None:
     data, bias = given["a"], given.get("b_bias")
-    weight = _marlin(calls, given, DType.bfloat16)
-    bias = None if bias is None else calls.cast(_marlin_bias(calls, bias), DType.bfloat16)
+    weight = _marlin(given, DType.bfloat16)
+    bias = None if bias is None else _marlin_columns(bias, single=True).to(DType.bfloat16)
     if not given["mul_topk_weights"]:
         given = given | {"topk_weights": None}
     found = _sorted_product(calls, given, data, weight, bias)
-    _deliver(calls, given.get("c"), results, calls.cast(found, data.meta.dtype))
+    _deliver(calls, given.get("c"), found.to(data.dtype))
 
 
-def byte_experts(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+def byte_experts(calls: RewrittenCalls, given: Given) -> None:
     """vLLM's: weights [experts, columns, rows] of 4 or 8 bits, packed along rows into bytes, with scales [experts,
     columns, groups]; zero points are packed along columns."""
     data, words, scales, bits = given["input"], given["b_qweight"], given["b_scales"], given["bit"]
     if bits not in (4, 8):
         raise CannotRewrite(f"a product with weights of {bits} bits")
-    experts, columns, groups = scales.meta.sizes
-    width, points = words.meta.sizes[-1] * 8 // bits, given.get("b_qzeros")
-    whole = unpacked(calls, calls.one("aten::reshape", self=words, shape=[-1, words.meta.sizes[-1]]), 1, bits)
+    experts, columns, groups = scales.sizes
+    width, points = words.sizes[-1] * 8 // bits, given.get("b_qzeros")
+    whole = unpacked(words.reshape([-1, words.sizes[-1]]), 1, bits)
     if points is None:
-        points = calls.one("aten::full_like", self=scales, fill_value=1 << (bits - 1))
+        points = scales.full_like(1 << (bits - 1))
     else:
-        points = calls.one("aten::reshape", self=points, shape=[-1, groups])
-        points = unpacked(calls, points, 0, bits)
-    turned = calls.one("aten::transpose.int", self=whole, dim0=0, dim1=1)
-    points, scales = (
-        calls.one("aten::transpose.int", self=calls.one("aten::reshape", self=each, shape=[-1, groups]), dim0=0, dim1=1)
-        for each in (points, scales)
-    )
-    weight = _weight(calls, turned, points, scales, None)
-    weight = calls.one("aten::reshape", self=weight, shape=[width, experts, columns])
-    weight = calls.cast(calls.one("aten::permute", self=weight, dims=[1, 0, 2]), DType.bfloat16)
+        points = unpacked(points.reshape([-1, groups]), 0, bits)
+    turned = whole.transpose(0, 1)
+    points, scales = (each.reshape([-1, groups]).transpose(0, 1) for each in (points, scales))
+    weight = _weight(turned, points, scales, None).reshape([width, experts, columns])
+    weight = weight.permute([1, 0, 2]).to(DType.bfloat16)
     found = _sorted_product(calls, given, data, weight, None)
-    _deliver(calls, given["output"], results, calls.cast(found, data.meta.dtype))
+    _deliver(calls, given["output"], found.to(data.dtype))
 
 
-def machete_product(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+def machete_product(calls: RewrittenCalls, given: Given) -> None:
     """Machete's packing is its own: the elements of a word are taken to follow each other along the rows."""
     data, scales, points = given["A"], given.get("group_scales"), given.get("group_zeros")
     kind = _kind(given["b_type"])
     if kind.exponent:
         raise CannotRewrite("a product with weights of floating point in Machete's order")
     calls.assumed.append("the elements of the weight follow each other")
-    weight = unpacked(calls, given["B"], 0, kind.bits)
-    weight = calls.single(calls.one("aten::sub.Scalar", self=weight, other=kind.bias))
-    for name, each in (("mul", scales), ("add", points)):
-        if each is not None:
-            lines = calls.one(
-                "aten::repeat_interleave.self_int", self=each, repeats=weight.meta.sizes[0] // each.meta.sizes[0], dim=0
-            )
-            weight = calls.one(f"aten::{name}.Tensor", self=weight, other=lines)
-    dtype = given.get("out_type") or (data.meta.dtype if data.meta.dtype.name.endswith("float16") else DType.bfloat16)
-    product = calls.one("aten::mm", self=calls.cast(data, dtype), mat2=calls.cast(weight, dtype))
+    weight = (unpacked(given["B"], 0, kind.bits) - kind.bias).single()
+    if scales is not None:
+        weight = weight * scales.repeat_interleave(weight.sizes[0] // scales.sizes[0], 0)
+    if points is not None:
+        weight = weight + points.repeat_interleave(weight.sizes[0] // points.sizes[0], 0)
+    dtype = given.get("out_type") or (data.dtype if data.dtype.name.endswith("float16") else DType.bfloat16)
+    product = data.to(dtype).mm(weight.to(dtype))
     for name, size in (("channel_scales", [1, -1]), ("token_scales", [-1, 1])):
         if given.get(name) is not None:
-            product = calls.times(product, calls.one("aten::reshape", self=given[name], shape=size))
-    calls.fill((results or [None])[0], calls.cast(product, dtype))
+            product = product * given[name].reshape(size)
+    calls.deliver(product.to(dtype))
 
 
 # -------------------------------------------------------------------------------------------------------------- NVFP4
@@ -306,70 +270,63 @@ _LARGEST_FLOAT4 = 6.0
 _STEPS = ((0.25, "gt"), (0.75, "ge"), (1.25, "gt"), (1.75, "ge"), (2.5, "gt"), (3.5, "ge"), (5.0, "gt"))
 
 
-def _float4_bytes(calls: RewrittenCalls, data: Tensor) -> Tensor:
+def _float4_bytes(data: Value) -> Any:
     """The codes of numbers [rows, columns], two in a byte, the first in its lower half."""
-    rows, columns = data.meta.sizes
-    size = calls.one("aten::abs", self=data)
-    steps = [calls.one(f"aten::{how}.Scalar", self=size, other=least) for least, how in _STEPS]
-    codes = calls.one("aten::sum.dim_IntList", self=calls.one("aten::stack", tensors=steps, dim=0), dim=[0])
-    sign = calls.one("aten::mul.Scalar", self=calls.one("aten::lt.Scalar", self=data, other=0), other=8)
-    codes = calls.one("aten::view", self=calls.one("aten::add.Tensor", self=codes, other=sign), size=[rows, -1, 2])
-    halves = [calls.one("aten::select.int", self=codes, dim=2, index=place) for place in range(2)]
-    upper = calls.one("aten::mul.Scalar", self=halves[1], other=16)
-    return calls.cast(calls.one("aten::add.Tensor", self=halves[0], other=upper), DType.uint8)
+    size = data.abs()
+    steps = [getattr(size, how)(least) for least, how in _STEPS]
+    codes: Any = data.calls.one("aten::stack", tensors=steps, dim=0)
+    codes = codes.sum([0])
+    codes = (codes + (data < 0) * 8).view([data.sizes[0], -1, 2])
+    lower, upper = codes.select(2, 0), codes.select(2, 1)
+    return (lower + upper * 16).to(DType.uint8)
 
 
-def float4_quantize(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+def float4_quantize(calls: RewrittenCalls, given: Given) -> None:
     """A group's scale is its largest magnitude over that of the format, times the global scale, as float8."""
-    data, factor = calls.single(given["input"]), given["input_scale"]
-    rows, columns = data.meta.sizes
-    groups = calls.one("aten::view", self=data, size=[rows, columns // _GROUP, _GROUP])
-    most = calls.one("aten::amax", self=calls.one("aten::abs", self=groups), dim=[-1])
-    scales = calls.times(calls.one("aten::mul.Scalar", self=most, other=1 / _LARGEST_FLOAT4), factor)
-    scales = calls.cast(calls.one("aten::clamp", self=scales, min=None, max=448.0), DType.float8_e4m3fn)
-    back = calls.one("aten::div.Tensor", self=factor, other=calls.single(scales))
-    some = calls.one("aten::gt.Scalar", self=calls.single(scales), other=0)
-    back = calls.one("aten::where.self", condition=some, self=back, other=calls.one("aten::zeros_like", self=back))
-    scaled = calls.times(groups, calls.one("aten::unsqueeze", self=back, dim=-1))
-    codes = _float4_bytes(calls, calls.one("aten::view", self=scaled, size=[rows, columns]))
-    order = calls.one("aten::view.dtype", self=scales, dtype=DType.uint8)
+    data, factor = given["input"].single(), given["input_scale"]
+    rows, columns = data.sizes
+    groups = data.view([rows, columns // _GROUP, _GROUP])
+    scales = groups.abs().amax([-1]) * (1 / _LARGEST_FLOAT4) * factor
+    scales = scales.clamp(None, 448.0).to(DType.float8_e4m3fn)
+    back = factor / scales.single()
+    some = scales.single() > 0
+    back = some.where(back, back.zeros_like())
+    codes = _float4_bytes((groups * back.unsqueeze(-1)).view([rows, columns]))
+    order = scales.bits(DType.uint8)
     if given.get("is_sf_swizzled_layout", True):
         below, right = -rows % _SCALE_ROWS, -(columns // _GROUP) % _SCALE_GROUPS
-        order = calls.one("aten::constant_pad_nd", self=order, pad=[0, right, 0, below], value=0)
-        tall, wide = order.meta.sizes
+        order = order.constant_pad_nd([0, right, 0, below], 0)
+        tall, wide = order.sizes
         parts = [tall // _SCALE_ROWS, 4, 32, wide // _SCALE_GROUPS, _SCALE_GROUPS]
-        order = _ordered(calls, order, parts, [0, 3, 2, 1, 4], [tall, wide])
-    targets = [given.get("output"), given.get("output_scale")]
-    for place, content in enumerate((codes, order)):
-        target = targets[place] if targets[place] is not None else (results or [None, None])[place]
-        if not isinstance(target, Tensor):
-            continue
-        content = calls.one("aten::view.dtype", self=content, dtype=target.meta.dtype)
-        content = calls.one("aten::reshape", self=content, shape=list(target.meta.sizes))
-        if targets[place] is not None:
-            calls.write(target, content)
-        else:
-            calls.fill(target, content)
+        order = _ordered(order, parts, [0, 3, 2, 1, 4], [tall, wide])
+    for name, content, recorded in zip(
+        ("output", "output_scale"), (codes, order), calls.results or (None, None), strict=False
+    ):
+        target = given[name] if given.get(name) is not None else calls.wrapped(recorded)
+        if isinstance(target, Value):
+            content = content.bits(target.dtype).like(target)
+            if given.get(name) is not None:
+                target.copy_(content)
+            else:
+                calls.fill(recorded, content)
 
 
-def _float4_numbers(calls: RewrittenCalls, codes: Tensor, scales: Tensor) -> Tensor:
+def _float4_numbers(codes: Value, scales: Value) -> Any:
     """Numbers [rows, columns] times their scales, which are in the order of products, in float32."""
-    rows, columns = codes.meta.sizes[0], codes.meta.sizes[1] * 2
+    rows, columns = codes.sizes[0], codes.sizes[1] * 2
     tall, wide = (-(-rows // _SCALE_ROWS) * _SCALE_ROWS, -(-columns // (_GROUP * _SCALE_GROUPS)) * _SCALE_GROUPS)
-    order = calls.one("aten::view.dtype", self=scales, dtype=DType.float8_e4m3fn)
-    if columns % _GROUP or tall * wide != math.prod(order.meta.sizes):
-        raise CannotRewrite(f"scales of {list(scales.meta.sizes)} for {rows} rows of {columns} numbers")
+    order = scales.bits(DType.float8_e4m3fn)
+    if columns % _GROUP or tall * wide != math.prod(order.sizes):
+        raise CannotRewrite(f"scales of {list(scales.sizes)} for {rows} rows of {columns} numbers")
     parts = [tall // _SCALE_ROWS, wide // _SCALE_GROUPS, 32, 4, _SCALE_GROUPS]
-    order = _ordered(calls, calls.single(order), parts, [0, 3, 2, 1, 4], [tall, wide])
-    order = calls.slice(calls.slice(order, 0, 0, rows), 1, 0, columns // _GROUP)
-    order = calls.one("aten::repeat_interleave.self_int", self=order, repeats=_GROUP, dim=1)
-    return calls.times(_float4(calls, unpacked(calls, codes, 1, 4)), order)
+    order = _ordered(order.single(), parts, [0, 3, 2, 1, 4], [tall, wide])
+    order = order.part(0, 0, rows).part(1, 0, columns // _GROUP).repeat_interleave(_GROUP, 1)
+    return _float4(unpacked(codes, 1, 4)) * order
 
 
-def float4_product(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    one, other = (_float4_numbers(calls, given[name], given[f"block_scale_{name}"]) for name in ("a", "b"))
-    product = calls.times(calls.one("aten::linear", input=one, weight=other), given["alpha"])
-    calls.write(given["out"], product)
+def float4_product(_calls: RewrittenCalls, given: Given) -> None:
+    one, other = (_float4_numbers(given[name], given[f"block_scale_{name}"]) for name in ("a", "b"))
+    given["out"].copy_(one.linear(other) * given["alpha"])
 
 
 # -------------------------------------------------------------------------------------------------------------- table
