@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from replayfmt.pytorch.tensors.memory import INTEGERS
 from .demands import Demand, DemandStep, Role
 from .initializer import Call, Request, TensorInfo, Use
 
+T = TypeVar("T")
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -37,126 +38,122 @@ def demand_of(use: Use) -> Demand | None:
     base, view = base_name(use.call.name), use.tensor
     rule = _RULES.get((base, use.argument))
     if rule is not None:
-        return rule(use)
-    if not is_integral(view.dtype) or view.elements == 0 or base in _COMPUTING or base.startswith("_foreach_"):
-        return Demand(Role.number, why=f"a number for {use.call.name}")
-    if use.call.elementwise:
+        try:
+            return rule(use)
+        except _Unknown:
+            return None
+    integral = is_integral(view.dtype) and view.elements
+    if not integral or base in _COMPUTING or base.startswith("_foreach_") or use.call.elementwise:
         return Demand(Role.number, why=f"a number for {use.call.name}")
     return None
 
 
-Rule = Callable[[Use], Demand | None]
+Rule = Callable[[Use], Demand]
 
 
-def _index(use: Use, size: int | None, into: str) -> Demand | None:
-    if size is None:
-        return None
+class _Unknown(Exception):
+    """What a rule needs is not in the call."""
+
+
+def _known(value: T | None) -> T:
+    if value is None:
+        raise _Unknown
+    return value
+
+
+def _index(use: Use, size: int, into: str) -> Demand:
     return Demand(Role.index, 0, size - 1, why=f"an index into {into} ({size} elements) in {use.call.name}")
 
 
-def _size(info: TensorInfo | None, dim: int | None) -> int | None:
-    if info is None or dim is None:
-        return None
-    if not info.sizes:
+def _size(info: TensorInfo | None, dim: int | None) -> int:
+    sizes, dim = _known(info).sizes, _known(dim)
+    if not sizes:
         return 1
-    return info.sizes[dim] if -len(info.sizes) <= dim < len(info.sizes) else None
+    return _known(sizes[dim] if -len(sizes) <= dim < len(sizes) else None)
 
 
 def _into(argument: str, dim: int | str) -> Rule:
     """An index into one dimension of another argument, given as a number or by the argument that holds it."""
 
-    def rule(use: Use) -> Demand | None:
+    def rule(use: Use) -> Demand:
         number = use.call.integer(dim) if isinstance(dim, str) else dim
         return _index(use, _size(use.call.tensor(argument), number), f"dimension {number} of {argument}")
 
     return rule
 
 
-def _into_all(use: Use) -> Demand | None:
-    info = use.call.tensor("self")
-    return _from_either_end(_index(use, None if info is None else info.elements, "self"))
+def _into_all(use: Use) -> Demand:
+    return _from_either_end(use, _known(use.call.tensor("self")).elements, "self")
 
 
-def _from_either_end(demand: Demand | None) -> Demand | None:
+def _from_either_end(use: Use, size: int, into: str) -> Demand:
     """Negative indices count from the end."""
-    return None if demand is None or demand.high is None else replace(demand, low=-demand.high - 1)
+    return replace(_index(use, size, into), low=-size)
 
 
 def _below(argument: str) -> Rule:
     """Below a number that is an argument itself."""
-
-    def rule(use: Use) -> Demand | None:
-        return _index(use, use.call.integer(argument), argument)
-
-    return rule
+    return lambda use: _index(use, _known(use.call.integer(argument)), argument)
 
 
-def _class(use: Use) -> Demand | None:
+def _class(use: Use) -> Demand:
     """A class index, where targets are not floating point."""
-    info = use.call.tensor("self")
     if not is_integral(use.tensor.dtype):
         return Demand(Role.number, why=f"a target of {use.call.name}")
-    return _index(use, None if info is None else _size(info, 1 if len(info.sizes) > 1 else 0), "the classes of self")
+    info = _known(use.call.tensor("self"))
+    return _index(use, _size(info, 1 if len(info.sizes) > 1 else 0), "the classes of self")
 
 
-def _advanced(use: Use) -> Demand | None:
+def _advanced(use: Use) -> Demand:
     """One of the indices of self[i, j, ...]: integers along one dimension, or a mask over several."""
-    indices, target = use.call.arguments.get("indices"), use.call.tensor("self")
-    if use.position is None or target is None or not isinstance(indices, tuple):
-        return None
+    indices, target = use.call.arguments.get("indices"), _known(use.call.tensor("self"))
+    if not isinstance(indices, tuple):
+        raise _Unknown
     dim = 0
-    for before in indices[: use.position]:
+    for before in indices[: _known(use.position)]:
         dim += len(before.sizes) if isinstance(before, TensorInfo) and before.dtype in _MASKS else 1
     if use.tensor.dtype not in _MASKS:
-        return _from_either_end(_index(use, _size(target, dim), f"dimension {dim} of self"))
+        return _from_either_end(use, _size(target, dim), f"dimension {dim} of self")
     if sum(isinstance(each, TensorInfo) for each in indices) != 1:
-        return None
+        raise _Unknown
     selected = use.call.result(0) if base_name(use.call.name) in ("index", "_unsafe_index") else None
     values = use.call.tensor("values")
-    why = f"a mask in {use.call.name}"
+    demand = Demand(Role.mask, 0, 1, why=f"a mask in {use.call.name}")
     if selected is not None:
-        return Demand(Role.mask, 0, 1, total=_size(selected, dim), why=why)
-    if values is not None and values.elements == 1:
-        return Demand(Role.mask, 0, 1, why=why)
+        return replace(demand, total=_size(selected, dim))
+    if values is None or values.elements == 1:
+        return demand
     rest = len(target.sizes) - dim - len(use.tensor.sizes)
-    return Demand(Role.mask, 0, 1, total=_size(values, -1 - rest), why=why)
+    return replace(demand, total=values.sizes[-1 - rest] if rest < len(values.sizes) else None)
 
 
-def _unpooled(use: Use) -> Demand | None:
+def _unpooled(use: Use) -> Demand:
     sizes = use.call.arguments.get("output_size")
-    numbers = sizes if isinstance(sizes, tuple) else ()
-    return _index(use, prod(int(each) for each in numbers) if numbers else None, "the output")
+    if not isinstance(sizes, tuple) or not sizes:
+        raise _Unknown
+    return _index(use, prod(map(int, sizes)), "the output")
 
 
 def _pooled(dims: int) -> Rule:
-    def rule(use: Use) -> Demand | None:
-        info = use.call.tensor("self")
-        return _index(use, None if info is None else prod(info.sizes[-dims:]), "a plane of self")
-
-    return rule
+    return lambda use: _index(use, prod(_known(use.call.tensor("self")).sizes[-dims:]), "a plane of self")
 
 
-def _counted(use: Use) -> Demand | None:
+def _counted(use: Use) -> Demand:
     """Values to count: the result has an element for each value up to the largest."""
     size = _size(use.call.result(0), 0)
-    if size is None:
-        return None
     if size <= (use.call.integer("minlength", 0) or 0):
         return Demand(Role.index, 0, size - 1, why=f"counted by {use.call.name}")
     return Demand(Role.highest, 0, size - 1, why=f"counted by {use.call.name}, the largest is {size - 1}")
 
 
-def _one_hot(use: Use) -> Demand | None:
-    size = _size(use.call.result(0), -1)
-    given = use.call.integer("num_classes", -1)
-    if size is None:
-        return None
+def _one_hot(use: Use) -> Demand:
+    size, given = _size(use.call.result(0), -1), use.call.integer("num_classes", -1)
     role = Role.index if given is not None and given >= 0 else Role.highest
     return Demand(role, 0, size - 1, why=f"a class of {size} in {use.call.name}")
 
 
 def _mask(prefer: bool) -> Rule:
-    def rule(use: Use) -> Demand | None:
+    def rule(use: Use) -> Demand:
         bounds: tuple[Any, Any] = (0, 1) if use.tensor.dtype in _MASKS else (None, None)
         if not is_integral(use.tensor.dtype):
             return Demand(Role.number, why=f"a mask for {use.call.name}")
@@ -165,123 +162,90 @@ def _mask(prefer: bool) -> Rule:
     return rule
 
 
-def _selecting(use: Use) -> Demand | None:
+def _selecting(use: Use) -> Demand:
     """A mask whose true elements give the length of the result."""
-    info, selected = use.call.tensor("self"), use.call.result(0)
-    if info is None or selected is None or not is_integral(use.tensor.dtype):
-        return None if is_integral(use.tensor.dtype) else Demand(Role.number, why=f"a number for {use.call.name}")
-    count = _size(selected, 0) or 0
+    if not is_integral(use.tensor.dtype):
+        return Demand(Role.number, why=f"a number for {use.call.name}")
+    info, count = _known(use.call.tensor("self")), _size(use.call.result(0), 0)
     if use.argument == "mask":
         repeats = prod(torch.broadcast_shapes(info.sizes, use.tensor.sizes)) // use.tensor.elements
         if count % repeats:
-            return None
+            raise _Unknown
         count //= repeats
     return Demand(Role.mask, 0, 1, total=count, why=f"what {use.call.name} selects {count} elements by")
 
 
-def _distinct(use: Use) -> Demand | None:
+def _distinct(use: Use) -> Demand:
     if not is_integral(use.tensor.dtype):
         return Demand(Role.number, why=f"a number for {use.call.name}")
     count = _size(use.call.result(0), 0)
-    return (
-        None
-        if count is None
-        else Demand(Role.distinct, total=count, why=f"what {use.call.name} finds {count} different values in")
-    )
+    return Demand(Role.distinct, total=count, why=f"what {use.call.name} finds {count} different values in")
 
 
-def _repeats(use: Use) -> Demand | None:
+def _repeats(use: Use) -> Demand:
     total = _size(use.call.result(0), 0)
-    return (
-        None
-        if total is None
-        else Demand(Role.lengths, 0, None, total=total, why=f"counts that add up to {total} in {use.call.name}")
-    )
+    return Demand(Role.lengths, 0, None, total=total, why=f"counts that add up to {total} in {use.call.name}")
 
 
-def _segments(use: Use) -> Demand | None:
-    total = _size(use.call.tensor("data"), use.call.integer("axis", 0))
-    if total is None or len(use.tensor.sizes) != 1:
-        return None
+def _segmented(use: Use) -> int:
+    """The length of what segments divide."""
+    if len(use.tensor.sizes) != 1:
+        raise _Unknown
+    return _size(use.call.tensor("data"), use.call.integer("axis", 0))
+
+
+def _segments(use: Use) -> Demand:
+    total = _segmented(use)
     return Demand(Role.lengths, 0, None, total=total, why=f"lengths that add up to {total} in {use.call.name}")
 
 
-def _packed(use: Use) -> Demand | None:
-    packed, sizes = use.call.result(0), use.call.result(1)
-    if packed is None or sizes is None:
-        return None
-    longest, total = sizes.elements, _size(packed, 0)
-    return Demand(
-        Role.lengths,
-        1,
-        longest,
-        total=total,
-        why=f"lengths of which the first is {longest} and that add up to {total} in {use.call.name}",
-    )
-
-
-def _bags(use: Use) -> Demand | None:
-    indices = use.call.tensor("indices")
-    if indices is None:
-        return None
-    total = indices.elements if use.call.arguments.get("include_last_offset") else None
-    return Demand(
-        Role.offsets,
-        0,
-        indices.elements,
-        total=total,
-        why=f"offsets into {indices.elements} indices in {use.call.name}",
-    )
-
-
-def _bags_again(use: Use) -> Demand | None:
-    """As in the forward pass before, which knows more."""
-    indices = use.call.tensor("indices")
-    return None if indices is None else Demand(Role.bounded, 0, indices.elements, why=f"offsets in {use.call.name}")
-
-
-_BAG_BACKWARD = (
-    "_embedding_bag_backward",
-    "_embedding_bag_dense_backward",
-    "_embedding_bag_sparse_backward",
-    "_embedding_bag_per_sample_weights_backward",
-)
-
-
-def _segment_offsets(use: Use) -> Demand | None:
-    total = _size(use.call.tensor("data"), use.call.integer("axis", 0))
-    if total is None or len(use.tensor.sizes) != 1:
-        return None
+def _segment_offsets(use: Use) -> Demand:
+    total = _segmented(use)
     return Demand(Role.offsets, 0, total, total=total, why=f"where segments of {total} begin in {use.call.name}")
+
+
+def _packed(use: Use) -> Demand:
+    longest, total = _known(use.call.result(1)).elements, _size(use.call.result(0), 0)
+    why = f"lengths of which the first is {longest} and that add up to {total} in {use.call.name}"
+    return Demand(Role.lengths, 1, longest, total=total, why=why)
+
+
+def _bags(use: Use) -> Demand:
+    count = _known(use.call.tensor("indices")).elements
+    total = count if use.call.arguments.get("include_last_offset") else None
+    return Demand(Role.offsets, 0, count, total=total, why=f"offsets into {count} indices in {use.call.name}")
+
+
+def _bags_again(use: Use) -> Demand:
+    """As in the forward pass before, which knows more."""
+    count = _known(use.call.tensor("indices")).elements
+    return Demand(Role.bounded, 0, count, why=f"offsets in {use.call.name}")
 
 
 def _pivots(matrix: str) -> Rule:
     """Rows of a matrix that were exchanged, counted from 1."""
 
-    def rule(use: Use) -> Demand | None:
+    def rule(use: Use) -> Demand:
         rows = _size(use.call.tensor(matrix), -2)
-        return None if rows is None else Demand(Role.index, 1, rows, why=f"a row of {matrix} in {use.call.name}")
+        return Demand(Role.index, 1, rows, why=f"a row of {matrix} in {use.call.name}")
 
     return rule
 
 
-def _ctc_input_lengths(use: Use) -> Demand | None:
+def _ctc_input_lengths(use: Use) -> Demand:
     longest = _size(use.call.tensor("log_probs"), 0)
-    why = f"lengths of up to {longest} in {use.call.name}"
-    return None if longest is None else Demand(Role.bounded, longest, longest, why=why)
+    return Demand(Role.bounded, longest, longest, why=f"lengths of up to {longest} in {use.call.name}")
 
 
-def _ctc_target_lengths(use: Use) -> Demand | None:
+def _ctc_target_lengths(use: Use) -> Demand:
     """The longest decides the size of a result (in the backward pass, of `log_alpha`)."""
-    alpha, targets = use.call.tensor("log_alpha") or use.call.result(1), use.call.tensor("targets")
-    size = _size(alpha, -1)
-    if size is None or targets is None:
-        return None
+    alpha, targets = use.call.tensor("log_alpha") or use.call.result(1), _known(use.call.tensor("targets"))
     total = targets.elements if len(targets.sizes) == 1 else None
-    return Demand(Role.lengths, 0, (size - 1) // 2, total=total, why=f"lengths of targets in {use.call.name}")
+    why = f"lengths of targets in {use.call.name}"
+    return Demand(Role.lengths, 0, (_size(alpha, -1) - 1) // 2, total=total, why=why)
 
 
-def _quantum(use: Use) -> Demand | None:
+def _quantum(use: Use) -> Demand:
     low, high = use.call.integer("quant_min"), use.call.integer("quant_max")
     return Demand(Role.bounded, low, high, why=f"{use.argument} of {use.call.name}")
 
@@ -289,34 +253,22 @@ def _quantum(use: Use) -> Demand | None:
 def _cumulative(tokens: str, longest: str) -> Rule:
     """Where each sequence begins and ends among the tokens of a packed batch."""
 
-    def rule(use: Use) -> Demand | None:
+    def rule(use: Use) -> Demand:
         # Packed as (tokens, heads, size), or as a batch of one such.
-        info = use.call.tensor(tokens)
-        total = None if info is None else info.sizes[0] if len(info.sizes) == 3 else prod(info.sizes[:2])
-        if total is None:
-            return None
-        return Demand(
-            Role.offsets,
-            0,
-            total,
-            total=total,
-            step=use.call.integer(longest),
-            why=f"where each of the sequences in {total} tokens begins in {use.call.name}",
-        )
+        sizes = _known(use.call.tensor(tokens)).sizes
+        total = sizes[0] if len(sizes) == 3 else prod(sizes[:2])
+        why = f"where each of the sequences in {total} tokens begins in {use.call.name}"
+        return Demand(Role.offsets, 0, total, total=total, step=use.call.integer(longest), why=why)
 
     return rule
 
 
 def _between(low: float, high: float | None) -> Rule:
     """Floating point elements within bounds."""
-
-    def rule(use: Use) -> Demand | None:
-        return Demand(Role.bounded, low, high, why=f"{use.argument} of {use.call.name}")
-
-    return rule
+    return lambda use: Demand(Role.bounded, low, high, why=f"{use.argument} of {use.call.name}")
 
 
-def _positive_definite(use: Use) -> Demand | None:
+def _positive_definite(use: Use) -> Demand:
     return Demand(Role.positive_definite, why=f"positive definite, as {use.argument} of {use.call.name}")
 
 
@@ -332,22 +284,19 @@ def positive_definite_views(request: Request) -> list[TensorInfo]:
 
 
 _POSITIVE, _SHARE = _between(0.5, None), _between(0.0, 1.0)
+# fmt: off
 _ALONG = (
-    "index_select",
-    "index_add",
-    "index_copy",
-    "index_fill",
-    "index_reduce",
-    "gather",
-    "scatter",
-    "scatter_add",
-    "scatter_reduce",
-    "take_along_dim",
+    "index_select", "index_add", "index_copy", "index_fill", "index_reduce", "gather", "scatter", "scatter_add",
+    "scatter_reduce", "take_along_dim",
 )
+# fmt: on
+_BAGS = ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")
+_BAGS_BACKWARD = [f"_embedding_bag_{name}backward" for name in ("", "dense_", "sparse_")]
+_SAMPLES_BACKWARD = "_embedding_bag_per_sample_weights_backward"
 
 
 # fmt: off
-def _sent(use: Use) -> Demand | None:
+def _sent(use: Use) -> Demand:
     """What integers are for is known where they arrive: 0 is safe for an index and for a number."""
     zero = 0 if is_integral(use.tensor.dtype) else None
     return Demand(Role.number if zero is None else Role.index, zero, zero, why="what other ranks may use as an index")
@@ -362,12 +311,10 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("embedding_sparse_backward", "indices"): _below("num_weights"),
     ("embedding_backward", "indices"): _below("num_weights"),
     ("embedding_renorm", "indices"): _into("self", 0),
-    **{(name, "indices"): _into("weight", 0)
-       for name in ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")},
-    **{(name, "offsets"): _bags for name in ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")},
-    **{(name, "indices"): _below("num_weights") for name in _BAG_BACKWARD[:3]},
-    (_BAG_BACKWARD[3], "indices"): _into("weight", 0),
-    **{(name, "offsets"): _bags_again for name in _BAG_BACKWARD},
+    **{(name, "indices"): _into("weight", 0) for name in (*_BAGS, _SAMPLES_BACKWARD)},
+    **{(name, "offsets"): _bags for name in _BAGS},
+    **{(name, "indices"): _below("num_weights") for name in _BAGS_BACKWARD},
+    **{(name, "offsets"): _bags_again for name in (*_BAGS_BACKWARD, _SAMPLES_BACKWARD)},
     ("take", "index"): _into_all,
     ("put", "index"): _into_all,
     **{(name, "indices"): _advanced for name in ("index", "_unsafe_index", "index_put", "_unsafe_index_put",
@@ -482,22 +429,11 @@ class Propagation:
 
 
 # Results hold some of the elements unchanged; those of _WHOLE hold all of them, in order.
-_WHOLE = {
-    "clone",
-    "_to_copy",
-    "to",
-    "contiguous",
-    "lift_fresh",
-    "_pin_memory",
-    "resolve_neg",
-    "resolve_conj",
-    "view_copy",
-    "_reshape_copy",
-    "reshape",
-    "detach_copy",
-    "alias_copy",
-}
 # fmt: off
+_WHOLE = {
+    "clone", "_to_copy", "to", "contiguous", "lift_fresh", "_pin_memory", "resolve_neg", "resolve_conj", "view_copy",
+    "_reshape_copy", "reshape", "detach_copy", "alias_copy",
+}
 _MOVING = {
     "cat": ("tensors",), "stack": ("tensors",), "repeat": ("self",), "roll": ("self",), "flip": ("self",),
     "tile": ("self",), "constant_pad_nd": ("self",), "expand_copy": ("self",), "permute_copy": ("self",),
@@ -573,7 +509,7 @@ def _step(call: Call, base: str, argument: str, tensor: TensorInfo) -> DemandSte
     """The step that turns an argument's elements into the result's; None if there is no single one."""
     other, alpha = call.integer("other"), call.integer("alpha", 1)
     if argument == "self" and base in ("sum", "cumsum"):
-        return DemandStep("running_sum", _summed(call, base, tensor))
+        return DemandStep("running_sum", _summed(call, tensor))
     if base in ("add", "sub", "mul", "rsub") and isinstance(other, bool):
         return None
     match base:
@@ -614,7 +550,7 @@ def _scaled(call: Call, base: str, argument: str) -> tuple[DemandStep, ...]:
     return ()
 
 
-def _summed(call: Call, base: str, tensor: TensorInfo) -> int:
+def _summed(call: Call, tensor: TensorInfo) -> int:
     """How many elements are added up to one of the result's, at most."""
     dims = call.arguments.get("dim")
     if isinstance(dims, int):
