@@ -20,7 +20,6 @@ from .command import emit, option, progress_bar, run_tool, say, show, tool
 if TYPE_CHECKING:
     from replayfmt.importers.common.report import ImportReport
     from replayfmt.pytorch.op_libraries import OpLibraries
-    from replayfmt.pytorch.traced_names import TracedNames
 
 _RANK_DIGITS = 8
 _KINDS = ("auto", "kineto", "execution-trace", "tracelens")
@@ -176,10 +175,12 @@ def cli(
     if report_file is not None:
         for trace in traces:
             _check_report(report_file, trace, captures, force)
+    from replayfmt.pytorch.traced_names import parsed
+
     with _progress() as (on_bytes, on_record):
         choices |= {
             "libraries": _libraries(allowed, op_libraries),
-            "names": _names(aliases, string_defaults, number_defaults),
+            "names": parsed(aliases, string_defaults, number_defaults),
             "force": force,
             "progress": on_bytes,
             "on_record": on_record,
@@ -236,12 +237,6 @@ def _libraries(allowed: tuple[str, ...], op_libraries: tuple[str, ...]) -> OpLib
     for each in op_libraries:
         libraries.register(*parse_op_library(each))
     return libraries
-
-
-def _names(aliases: tuple[str, ...], string_defaults: tuple[str, ...], number_defaults: tuple[str, ...]) -> TracedNames:
-    from replayfmt.pytorch.traced_names import parsed
-
-    return parsed(aliases, string_defaults, number_defaults)
 
 
 def _check_report(report: str, trace: str, output: str, force: bool) -> None:

@@ -639,11 +639,6 @@ def _roots(side: _Side, value: int, most: int) -> set[int] | None:
     return found
 
 
-def _first_paired_use(side: _Side, op: int) -> int:
-    users = (use >> 16 for value in side.written_by(op) for use in side.used_by(value))
-    return min((user for user in users if side.partner[user] >= 0), default=len(side.partner))
-
-
 def _leaving(a: _Side, b: _Side) -> Iterator[tuple[int, int]]:
     """Values of a and b at the same place with other labels: that paired ops read, or that are in the same memory at
     the end. Memory is the same if it had the same value before."""
@@ -731,7 +726,8 @@ def _blocks(a: _Side, b: _Side) -> list[Block]:
             if not side.is_alone(op):
                 continue
             mine = find((side.number, op))
-            shown[mine] = _first_paired_use(side, op)
+            users = (use >> 16 for value in side.written_by(op) for use in side.used_by(value))
+            shown[mine] = min((user for user in users if side.partner[user] >= 0), default=len(side.partner))
             for value in side.read_by(op):
                 source = side.value_op[value]
                 if source < 0 or not side.is_alone(source):

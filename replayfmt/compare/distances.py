@@ -108,18 +108,16 @@ def steps(values: np.ndarray, dtype: DType) -> np.ndarray:
     bits, least = FLOATS[dtype]
     fraction, exponent = np.frexp(np.abs(values))
     normal = (exponent - 1) >= least
+    # Steps of float64 numbers below the smallest normal one are their bits.
     place = np.where(
         normal,
         ((exponent - 1 - least + 1).astype(np.int64) << bits)
         + np.round((fraction * 2 - 1) * 2.0**bits).astype(np.int64),
-        np.round(np.ldexp(np.abs(values), bits - least)).astype(np.int64) if least > -1000 else _subnormal(values),
+        np.round(np.ldexp(np.abs(values), bits - least)).astype(np.int64)
+        if least > -1000
+        else np.abs(values).view(np.int64),
     )
     return np.where(values < 0, -place, place)
-
-
-def _subnormal(values: np.ndarray) -> np.ndarray:
-    """Steps of float64 numbers below the smallest normal one are their bits."""
-    return np.abs(values).view(np.int64)
 
 
 def distance(

@@ -287,7 +287,10 @@ def observed_distance(a: Side, b: Side, one: int, other: int, rule: Tolerance) -
     op, its = int(a.trace.observed_op[one]), int(b.trace.observed_op[other])
     kernel = a.kernel(op) if op >= 0 else ""
     if int(a.trace.observed_as[one]) == SCALAR:
-        values = [_numbers(side.record(place).results) for side, place in ((a, op), (b, its))]
+        values = [
+            np.array([float(each) for each in side.record(place).results if isinstance(each, int | float)], np.float64)
+            for side, place in ((a, op), (b, its))
+        ]
         if len(values[0]) != len(values[1]) or not len(values[0]):
             return Distance(len(values[0]), 0, 1, 1, note=f"{values[0].tolist()} against {values[1].tolist()}")
         dtype = next((each.meta.dtype for each in tensors_of(a.record(op).args)), DType.float64)
@@ -297,10 +300,6 @@ def observed_distance(a: Side, b: Side, one: int, other: int, rule: Tolerance) -
         return Distance(0, 0, 1, 1, note="the captures only say that the results differ")
     dtype = dtype_of(a, one)
     return digest_distance(digests[0], digests[1], dtype, rule.of(kernel, dtype))
-
-
-def _numbers(values: tuple[Any, ...]) -> np.ndarray:
-    return np.array([float(each) for each in values if isinstance(each, int | float)], np.float64)
 
 
 def digest_of(side: Side, place: int) -> TensorDigest | None:

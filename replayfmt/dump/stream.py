@@ -16,7 +16,7 @@ from replayfmt.format.validation import printable, printable_json
 
 from . import SHOWN_VALUES
 from .contents import attachment_lines
-from .definitions import Row, definition_rows, file_row, lines, storage_lines, summary_row, summary_text
+from .definitions import definition_rows, file_row, lines, storage_lines, summary_row, summary_text
 from .expansion import Expander, InCpp, InPython, encoded
 from .record_rows import LEGEND, JsonLines, SmallValues, TextRows
 from .row_templates import Dialect
@@ -130,7 +130,7 @@ def jsonl_lines(
     the first chunk, for a selection that takes nothing, too.
     """
     whole = selection.everything and not summary_only
-    head = map(encoded, lines(_rows_before(reader) if whole else iter([file_row(reader), summary_row(reader)])))
+    head = map(encoded, lines(chain([file_row(reader), summary_row(reader)], definition_rows(reader) if whole else ())))
     if summary_only:
         return head
     expander = expander or _expander(reader, selection)
@@ -155,12 +155,6 @@ def text_lines(
     if whole:
         return _everything(head, reader, dialect, values, lambda _reader, _frame, _expander: iter(()))
     return _selected(head, reader, dialect, selection, values)
-
-
-def _rows_before(reader: CaptureReader) -> Iterator[Row]:
-    yield file_row(reader)
-    yield summary_row(reader)
-    yield from definition_rows(reader)
 
 
 def _text_before(reader: CaptureReader, whole: bool, summary_only: bool) -> Iterator[str]:

@@ -210,7 +210,7 @@ class _KernelTask(Task):
                 "",
                 "",
                 *bodies,
-                self._programs(),
+                programs_text([f"program_{program}" for program in self.kernels.values()], self._function()),
             ]
         )
 
@@ -219,9 +219,6 @@ class _KernelTask(Task):
             (folder / LAUNCH).mkdir()
             for role, content in contents_of(self.reader, self.kernel).items():
                 (folder / LAUNCH / role).write_bytes(content)
-
-    def _programs(self) -> str:
-        return programs_text([f"program_{program}" for program in self.kernels.values()], self._function())
 
     def work(self, call: TaskCall) -> dict[str, Any]:
         (record,) = call.records

@@ -224,7 +224,10 @@ class _CaptureTimeline:
             yield from self._marks(frame)
             if self._ordinals is None or self._among(frame):
                 for device, alive in memory.bytes.items():
-                    yield from self._memory(frame, str(reader.devices[device]), alive)
+                    for row in np.flatnonzero(np.diff(alive, prepend=alive[0] - 1)).tolist():
+                        self.counts.counters += 1
+                        name, time_ns = f"bytes alive, {reader.devices[device]}", int(frame.start_ns[row])
+                        yield _counter(name, "bytes", time_ns, int(alive[row]))
             last_ns = int(frame.start_ns[-1])
         for thread, scopes in self._open.items():
             while scopes:
@@ -295,11 +298,6 @@ class _CaptureTimeline:
             elif scopes:
                 name, start = scopes.pop()
                 yield from self._slice(_HOST, f"thread {record.thread}: scopes", name, start, record.start_ns, {})
-
-    def _memory(self, frame: RecordFrame, device: str, alive: np.ndarray) -> Iterator[dict[str, Any]]:
-        for row in (np.flatnonzero(np.diff(alive, prepend=alive[0] - 1))).tolist():
-            self.counts.counters += 1
-            yield _counter(f"bytes alive, {device}", "bytes", int(frame.start_ns[row]), int(alive[row]))
 
     def _slice(
         self, pid: int, track: str, name: str, start: int, end: int, about: dict[str, Any]

@@ -150,20 +150,15 @@ class Table:
             raise self._buffer.fail(f"{self._layout.name} field {field.slot} at {place}")
         return place
 
-    def _follow(self, place: int, what: str) -> int:
-        """The position that the offset at `place` points to, with four readable bytes there."""
-        target = place + _U32.unpack_from(self._buffer.data, place)[0]
-        if target % 4 or target > len(self._buffer.data) - 4:
-            raise self._buffer.fail(f"{what} at {target}")
-        return target
-
     def _vector(self, name: str, item_bytes: int) -> tuple[int, int] | None:
         """First byte and length of a vector; None if it is absent."""
         place = self._place(self._layout.fields[name])
         if not place:
             return None
         what = f"{self._layout.name}.{name}"
-        target = self._follow(place, what)
+        target = place + _U32.unpack_from(self._buffer.data, place)[0]
+        if target % 4 or target > len(self._buffer.data) - 4:  # four readable bytes are there
+            raise self._buffer.fail(f"{what} at {target}")
         count = _U32.unpack_from(self._buffer.data, target)[0]
         first = target + 4
         if first + count * item_bytes > len(self._buffer.data) or first % min(item_bytes, 8):

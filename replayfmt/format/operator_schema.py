@@ -118,7 +118,8 @@ def _arguments(text: str) -> list[SchemaArgument]:
         if part == "*":
             keyword_only = True
             continue
-        declared, default = _default(part)
+        declared, equals, text = part.partition("=")
+        declared, default = declared.strip(), text.strip() if equals else None
         found = _ARGUMENT.match(declared)
         if found is None:
             raise ValueError(f"{part[:80]!r} is not an argument of a schema")
@@ -145,12 +146,6 @@ def _type(text: str) -> SchemaType:
         written |= bool(found[2])
     plain = _ALIAS.sub("", text)
     return SchemaType(plain.replace("!", "").strip(), alias, written or "!" in plain)
-
-
-def _default(part: str) -> tuple[str, str | None]:
-    """An argument's declaration and its default."""
-    declared, equals, default = part.partition("=")
-    return declared.strip(), default.strip() if equals else None
 
 
 def split_top_level(text: str) -> list[str]:

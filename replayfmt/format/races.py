@@ -246,7 +246,10 @@ class _Pass:
                 storage = int(frame.tensor_storage[slots[place]])
                 if not storage or devices[place] not in self._accelerators:
                     continue
-                if places is shape.results and (storage in arguments or self._is_known(storage)):
+                known = storage in arguments or storage in self._storages
+                if places is shape.results and (
+                    known or self._reader.storage(storage).origin is StorageOrigin.uninitialized
+                ):
                     continue  # what it was given, or a view
                 arguments.add(storage)
                 race = self._use(storage, StorageUse(ordinal, lane, tick, writes), clock)
@@ -256,10 +259,6 @@ class _Pass:
         masked = shape.masks and any(metas[int(frame.tensor_meta[slot])].dtype in MASKS for slot in slots[1:])
         if shape.waits or masked or (shape.blocks and any(each not in self._accelerators for each in devices)):
             self._host = self._merged(self._host, clock)
-
-    def _is_known(self, storage: int) -> bool:
-        """Whether a result's memory was not written by the op that returns it."""
-        return storage in self._storages or self._reader.storage(storage).origin is StorageOrigin.uninitialized
 
     def _use(self, number: int, use: StorageUse, clock: Clock) -> Race | None:
         storage = self._storages.setdefault(number, _Storage())

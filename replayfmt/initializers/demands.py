@@ -79,7 +79,8 @@ def pull_back(demand: Demand, steps: tuple[DemandStep, ...], *, integral: bool =
             return None
         low, high = before
         if integral:
-            low, high = _up(low), _down(high)
+            low = low if math.isinf(low) else math.ceil(low)
+            high = high if math.isinf(high) else math.floor(high)
     role = Role.bounded if not integral or any(step.what == "running_sum" for step in steps) else demand.role
     return replace(demand, role=role, low=None if low == -math.inf else low, high=None if high == math.inf else high)
 
@@ -103,14 +104,6 @@ def _before(step: DemandStep, low: float, high: float) -> tuple[float, float] | 
             # A sum of up to `by` elements, none of them negative, is at least the first of them.
             return max(0.0, low), high / by
     return None
-
-
-def _up(value: float) -> float:
-    return value if math.isinf(value) else math.ceil(value)
-
-
-def _down(value: float) -> float:
-    return value if math.isinf(value) else math.floor(value)
 
 
 @dataclass(frozen=True)

@@ -478,9 +478,9 @@ def propagate(call: Call, argument: str, tensor: TensorInfo) -> Iterator[Propaga
         target = call.tensor("self")
         places = [(None, "self")] if target is not None and _carries(tensor, target) else []
     if base in _WHOLE and argument == "self" or base == "copy" and argument == "src":
-        yield from (
-            Propagation(result, written, whole=_all_of(call, tensor, result, written)) for result, written in places
-        )
+        for result, written in places:
+            other = call.tensor(written) if result is None else call.result(result)
+            yield Propagation(result, written, whole=other is not None and other.sizes == tensor.sizes)
     elif argument in _MOVING.get(base, ()):
         # Of several results the first holds the values, the others say where they were.
         yield from (Propagation(result, written) for result, written in places[:1])
@@ -498,11 +498,6 @@ def propagate(call: Call, argument: str, tensor: TensorInfo) -> Iterator[Propaga
 def _carries(tensor: TensorInfo, result: TensorInfo) -> bool:
     """Whether a result can hold a tensor's elements: numbers made of integers and truth values are safe anyway."""
     return result.dtype is not torch.bool and (is_integral(result.dtype) or not is_integral(tensor.dtype))
-
-
-def _all_of(call: Call, tensor: TensorInfo, result: int | None, written: str) -> bool:
-    other = call.tensor(written) if result is None else call.result(result)
-    return other is not None and other.sizes == tensor.sizes
 
 
 def _step(call: Call, base: str, argument: str, tensor: TensorInfo) -> DemandStep | None:

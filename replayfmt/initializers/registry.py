@@ -25,7 +25,7 @@ from replayfmt.pytorch.op_libraries import printing_aside
 from replayfmt.pytorch.tensors.memory import INTEGERS
 
 from .demands import DEFAULT_MEAN, DEFAULT_STD, FLOATS, Role, fill_integers, float_bounds, random_of, synthesize
-from .initializer import Fill, Initializer, Request, TensorInfo
+from .initializer import Fill, Initializer, Request
 from .operator_rules import positive_definite_views
 
 _SERVING = f"{__package__}.serving"
@@ -38,12 +38,6 @@ except ModuleNotFoundError as missing:
 
 _RAGGED_VALUES = ("values", "indices", "x_values")
 _RAGGED_OFFSETS = ("offsets", "x_offsets", "lengths_offsets")
-
-
-def _ragged_values(request: Request) -> TensorInfo | None:
-    return next(
-        (info for name in _RAGGED_VALUES if (info := request.call.tensor(name)) is not None and info.sizes), None
-    )
 
 
 def row_lengths(rows: int, total: int, longest: int | None, random: np.random.Generator) -> np.ndarray | None:
@@ -80,8 +74,8 @@ def _ragged_total(request: Request) -> int | None:
     below = request.call.tensor(request.label.partition("[")[0], _ragged_level(request) + 1)
     if below is not None:
         return below.elements - 1
-    values = _ragged_values(request)
-    return None if values is None else values.sizes[0]
+    values = (info for name in _RAGGED_VALUES if (info := request.call.tensor(name)) is not None and info.sizes)
+    return next((info.sizes[0] for info in values), None)
 
 
 def _ragged_lengths(request: Request) -> np.ndarray | None:

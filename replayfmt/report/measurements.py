@@ -66,13 +66,12 @@ class Fields:
     def amounts(self, name: str) -> list[float]:
         """A list of numbers from 0, without null."""
         values = {f"{name}[{place}]": each for place, each in enumerate(self._typed(name, list, "a list of numbers"))}
-        inside = Fields(values, self.where)
-        return [inside._required(inside.amount(each), each) for each in values]
-
-    def _required(self, value: float | None, name: str) -> float:
-        if value is None:
-            raise self._wrong(name, "a number from 0")
-        return value
+        inside, found = Fields(values, self.where), []
+        for each in values:
+            if (value := inside.amount(each)) is None:
+                raise inside._wrong(each, "a number from 0")
+            found.append(value)
+        return found
 
     def texts(self, name: str) -> list[str]:
         values = self._typed(name, list, "a list of texts")
@@ -278,7 +277,7 @@ def _add_benchmark(found: Measurements, where: str, document: Document) -> None:
         elif name.startswith(_OP):
             signature = name.removeprefix(_OP).removeprefix("signature:")
             _add_calls(by_signature, _without_values(row, signature), row)
-            called.add(_kernel(row, signature))  # what the signature begins with
+            called.add(row.text("op", "") or parse_signature(signature).kernel)  # what the signature begins with
     for name, rows in wholes.items():
         whole = _whole(rows, name)
         if any(whole.name == each.name for each in found.wholes):
@@ -353,10 +352,6 @@ def _whole(rows: Sequence[Fields], name: str) -> WholeTime:
     return WholeTime(scope, median, low, high, captured, reasons)
 
 
-def _kernel(row: Fields, signature: str) -> str:
-    return row.text("op", "") or parse_signature(signature).kernel
-
-
 def _without_values(row: Fields, signature: str) -> str:
     try:
         return str(without_values(parse_signature(signature)))
@@ -416,7 +411,9 @@ def calls_of_kernels(
     for each in kernels:
         row = measured.by_kernel.get(name_of(each.kernel))
         if row is not None and each.kernel not in found:
-            found[each.kernel] = _of_kernel(row, each)
+            missing = max(each.calls - row.calls, 0)  # it may hold some of the kernel's calls
+            reasons = {"missing": NO_ROW, **row.reasons} if missing else row.reasons
+            found[each.kernel] = replace(row, missing_calls=missing, reasons=reasons)
     return found
 
 
@@ -452,9 +449,3 @@ def _added_up(parts: Iterable[tuple[CapturedCallSite, MeasuredCalls | None]]) ->
             for name in _OF_THE_MOST:
                 setattr(added, name, getattr(calls, name))
     return added
-
-
-def _of_kernel(row: MeasuredCalls, kernel: KernelTotals) -> MeasuredCalls:
-    """A row by kernel, which may hold some of the kernel's calls."""
-    missing = max(kernel.calls - row.calls, 0)
-    return replace(row, missing_calls=missing, reasons={"missing": NO_ROW, **row.reasons} if missing else row.reasons)

@@ -75,11 +75,6 @@ def plots_of(contents: ReportContents) -> tuple[list[Plot], list[MissingPicture]
     return plots, missing
 
 
-def file_names(plots: list[Plot]) -> list[str]:
-    """Those that `draw_plots` gives."""
-    return [f"{each.picture.name}.{ending}" for each in plots for ending in ("svg", "png")]
-
-
 def draw_plots(plots: list[Plot]) -> dict[str, bytes]:
     """The files by name: the picture's with `.svg` and `.png`. Raises LibraryMissing."""
     found = {}
@@ -261,12 +256,10 @@ def _format(axes: Axes, name: str, axis: Axis) -> None:
         ticks.grid(True, color=LIGHT, linewidth=0.6)
     else:
         ticks.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10], integer=not axis.unit))
-    ticks.set_major_formatter(FuncFormatter(lambda value, _place: _tick(value, axis)))
+    form = {"%": "{:+.0%}", "×": "{:g} ×"}.get(axis.unit)
+    shown = form.format if form else lambda value: _amount(value, axis)
+    ticks.set_major_formatter(FuncFormatter(lambda value, _place: shown(value)))
     getattr(axes, f"set_{name}label")(axis.title + (" (logarithmic)" if axis.logarithmic else ""))
-
-
-def _tick(value: float, axis: Axis) -> str:
-    return f"{value:+.0%}" if axis.unit == "%" else f"{value:g} ×" if axis.unit == "×" else _amount(value, axis)
 
 
 def _amount(value: float, axis: Axis) -> str:
@@ -313,7 +306,7 @@ def plot_folder(folder: str, contents: ReportContents, others: Sequence[str], fo
         raise UsageError(f"{_FLAG}: is empty; name a folder to write to")
     place = Path(folder)
     plots, missing = plots_of(contents)
-    paths = [place / name for name in file_names(plots)]
+    paths = [place / f"{each.picture.name}.{ending}" for each in plots for ending in ("svg", "png")]
     taken = {os.path.realpath(other): other for other in others}
     for path in paths:
         if (other := taken.get(os.path.realpath(path))) is not None:

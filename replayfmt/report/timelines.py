@@ -186,7 +186,8 @@ def isolated_lanes(
     called = _kernel_names(reader, names)[ops.kernel]
     on_host = np.array([True, *(each.kind == "cpu" for each in reader.devices[1:])])[ops.device]
     host, device = measured[on_host[measured]], measured[~on_host[measured]]
-    keys = ((host, ops.thread[host], _thread), (device, _stream_keys(ops, device), _stream_label(ops, reader)))
+    stream = ops.device * len(ops.streams) + ops.stream
+    keys = ((host, ops.thread[host], _thread), (device, stream[device], _stream_label(ops, reader)))
     for rows, key, label in keys:
         for text, chosen in _by_key(rows, key, label):
             columns = starts, ends - starts, called, site_of, ops.ordinal
@@ -276,11 +277,6 @@ def _by_key(rows: np.ndarray, keys: np.ndarray, label: Callable[[int], str]) -> 
 
 def _thread(thread: int) -> str:
     return f"thread {thread}, host"
-
-
-def _stream_keys(ops: CapturedOps, rows: np.ndarray) -> np.ndarray:
-    keys: np.ndarray = ops.device[rows] * len(ops.streams) + ops.stream[rows]
-    return keys
 
 
 def _stream_label(ops: CapturedOps, reader: CaptureReader) -> Callable[[int], str]:

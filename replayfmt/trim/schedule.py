@@ -24,7 +24,6 @@ from replayfmt.format.model import (
     Scope,
     TensorMeta,
     TensorValue,
-    Value,
     is_dense,
     spanned,
 )
@@ -371,7 +370,7 @@ class Planner:
         changes = {
             name: value
             for name, value in self._settings.items()
-            if name not in self._stated or not _same(self._stated[name], value)
+            if name not in self._stated or (type(value), value) != (type(self._stated[name]), self._stated[name])
         }
         if changes:
             actions.append(SettingChanges(changes))
@@ -429,10 +428,6 @@ def _extent(meta: TensorMeta | None) -> tuple[int, int]:
     if meta is None or 0 in meta.sizes:
         return 0, 0
     return min(spanned(meta.sizes, meta.strides), MAX_LENGTH), ITEM_BYTES[meta.dtype]
-
-
-def _same(one: Value, other: Value) -> bool:
-    return type(one) is type(other) and one == other
 
 
 Writes = Callable[[int], tuple[int, ...]]

@@ -501,12 +501,7 @@ class _Hashing(Materializer):
         outputs = {slot: tensor for slot, tensor in args.items() if slot in written}
         for slot, tensor in {**outputs, **results}.items():
             if self.is_reproducible(slot, tensor):
-                self.hashes[ordinal, slot] = _hash(tensor)
-
-
-def _hash(tensor: torch.Tensor) -> str:
-    """The hash that the script also computes: SHA-256 of a tensor's elements in row-major order."""
-    return hashlib.sha256(row_major_bytes(tensor)).hexdigest()
+                self.hashes[ordinal, slot] = hashlib.sha256(row_major_bytes(tensor)).hexdigest()  # as the script
 
 
 def _resolved(reader: CaptureReader, wanted: OpSelection) -> KeptRecords:

@@ -376,9 +376,6 @@ def of_value(value: Any) -> RecordedArgument:
     return RecordedArgument(ArgumentForm.text, str(value), shown=str(value))
 
 
-# ------------------------------------------------------------------------------------------------------------- matching
-
-
 def fits(kind: ArgumentType, recorded: RecordedArgument) -> int | None:
     """How well a recorded argument fits a schema type: 3 exactly, 2 by conversion, 1 possibly; None: not at all."""
     form = recorded.form
@@ -442,9 +439,6 @@ def _scalar_fits(base: str, recorded: RecordedArgument) -> int | None:
 
 
 _ENUMERATIONS: dict[str, Any] = {"ScalarType": scalar_type, "Layout": layout, "MemoryFormat": memory_format}
-
-
-# -------------------------------------------------------------------------------------------------------------- binding
 
 
 def score(schema: torch.FunctionSchema, recorded: Sequence[RecordedArgument]) -> int | None:

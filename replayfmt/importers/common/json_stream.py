@@ -125,8 +125,6 @@ class JsonStream(Closing):
     def close(self) -> None:
         self._file.close()
 
-    # --------------------------------------------------------------------------------------------------------- entries
-
     def entries(self, arrays: Collection[str]) -> Iterator[tuple[str, Any]]:
         """(key, value) of the members of the outermost object; (key, element) for each element of the members named in
         `arrays`; ("", element) for each element of an outermost array. Documents that follow each other in one file
@@ -245,8 +243,6 @@ class JsonStream(Closing):
         if not character:
             self._note("cut off", f"the file ends before the {closing!r} of what was being read", self.offset)
         return character
-
-    # ---------------------------------------------------------------------------------------------------------- values
 
     def _value(self, *, recover: bool = False) -> tuple[bool, Any]:
         """(True, value) of the next value, or (False, None) after reporting why there is none."""
@@ -416,8 +412,6 @@ class JsonStream(Closing):
                 return False
             self._place = max(self._place, len(self._text) - 4096)
             self._fill(_CHUNK_BYTES)
-
-    # ---------------------------------------------------------------------------------------------------------- buffer
 
     def _peek(self) -> str:
         """The next character other than space; "" at the end."""

@@ -248,8 +248,6 @@ class ImportedSession:
         """How many records have been written: the next one's ordinal."""
         return self._builder.count
 
-    # --------------------------------------------------------------------------------------------------- definitions
-
     def device(self, name: str, described: Device | None = None) -> int:
         """The id of a device by name (`cpu`, `cuda:0`). `described` is its definition, needed only at first use and
         only if more than the name is known. Raises ValueError for text that is not a device name."""
@@ -283,8 +281,6 @@ class ImportedSession:
     def scope(self, parent: int, name: str) -> int:
         """The id of the scope `name` inside scope `parent` (0: top level)."""
         return self._writer.scope(parent, name)
-
-    # -------------------------------------------------------------------------------------------------------- records
 
     def op(
         self,
@@ -374,8 +370,6 @@ class ImportedSession:
                 kind = RecordKind.storage_release
                 self._record(kind, moment, [storage.id])
 
-    # ------------------------------------------------------------------------------------------------------- storages
-
     def enter(self, storage: TracedStorage, moment: Moment = _AT_START) -> None:
         """Import a storage ahead of its first use."""
         if not storage.id:
@@ -394,8 +388,6 @@ class ImportedSession:
 
     def _bear(self, storage: TracedStorage, origin: StorageOrigin, payload: int) -> None:
         storage.id = self._builder.bear(storage.bytes, storage.device, origin, payload)
-
-    # --------------------------------------------------------------------------------------------------------- columns
 
     def _note(self, annotation: Mapping[str, Any] | None) -> int:
         """The id of an annotation, 0 without one. Most have the same few words."""
@@ -439,8 +431,6 @@ class ImportedSession:
             moment = moment._replace(thread=_FAR + number % _FAR)
         self._last_ns = moment.start_ns
         return self._builder.add(signature, kind, moment, slots, note)
-
-    # ------------------------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
         """Write the remaining records and complete the capture."""

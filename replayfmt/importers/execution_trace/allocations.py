@@ -106,8 +106,6 @@ class MemoryMap:
         self.unseen: set[int] = set()
         self.steps = 0
 
-    # ------------------------------------------------------------------------------------------------------------ steps
-
     def access(self, read: Iterable[TracedTensor], written: Iterable[TracedTensor]) -> None:
         """Note what an operator is about to read and write. Memory that was allocated and is read before any
         operator wrote to it was filled unseen (as `torch.tensor` does): from here on it is an allocation that no
@@ -178,8 +176,6 @@ class MemoryMap:
         for tensor in tensors:
             self._live.pop(_address(tensor), None)
             self._empty.pop(_address(tensor), None)
-
-    # ----------------------------------------------------------------------------------------------------------- memory
 
     def _given(self, tensor: TracedTensor) -> PlacedTensor:
         address = _address(tensor)

@@ -186,8 +186,6 @@ class NodeCalls:
                 read.append(tensor)  # an op that returns its argument's memory makes a view
         return read, written
 
-    # ------------------------------------------------------------------------------------------------------- arguments
-
     def form(self, values: NodeValues) -> int:
         """A number that values have in common which differ in the ids and addresses of tensors alone."""
         known = self._form_of.get(id(values))
@@ -355,7 +353,7 @@ def _said_of_strides(step: NodeStep, binding: Binding, places: Mapping[int, int]
         if each.tensor.strides is None
     }
     names: dict[str, set[str]] = {}
-    for name, spec in _specs(binding):
+    for name, spec in ((name, spec) for name, value in binding.arguments for spec in _tensors(value)):
         computed = known.get((spec.identity, spec.sizes, spec.strides, spec.offset))
         if _strides_tell(spec) and computed is not None:
             plain = spec.strides == contiguous(spec.sizes or ())
@@ -421,11 +419,6 @@ def _allocates_only(node: TraceNode) -> bool:
 def _shown_flags(flags: TensorFlag) -> str:
     named = [word for flag, word in ((TensorFlag.conj, "conjugated"), (TensorFlag.neg, "negated")) if flags & flag]
     return " and ".join(named) or "neither conjugated nor negated"
-
-
-def _specs(binding: Binding) -> list[tuple[str, TensorSpec]]:
-    """Every tensor of a call with the name of its argument."""
-    return [(name, spec) for name, value in binding.arguments for spec in _tensors(value)]
 
 
 def _strides_tell(spec: TensorSpec) -> bool:

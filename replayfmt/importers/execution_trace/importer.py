@@ -115,8 +115,6 @@ class GraphWriter:
                 over.append(self._storages.pop(placed.allocation))
         self._capture.release(over, moment)
 
-    # ----------------------------------------------------------------------------------------------------- collectives
-
     def _land(self, step: NodeStep, moment: Moment) -> list[PlacedTensor]:
         """Wait for the collectives whose memory this step is about to use; their tensors."""
         assert self._collectives is not None
@@ -176,8 +174,6 @@ class GraphWriter:
         if self._collectives is not None:
             self._release(self._wait(self._collectives.in_flight(), Moment()), 1 << 62, Moment())
 
-    # ------------------------------------------------------------------------------------------------------- operators
-
     def _operator(self, step: NodeStep, moment: Moment) -> None:
         self._calls.bind(step)
         assert step.bound is not None
@@ -216,7 +212,8 @@ class GraphWriter:
             note: dict[str, Any] = {"import": "inferred" if assumed else "exact", **self._around}
             return self._capture.repeat(form, storages, moment, note | ({"assumed": assumed} if assumed else {}))
         arguments = [(name, self._value(step, value, allocations)) for name, value in step.bound.binding.arguments]
-        results = self._results(step)
+        outputs = step.node.outputs
+        results = [self._result(step, value, _at(outputs.types, place)) for place, value in enumerate(outputs.values)]
         self._enter(step, places)
         given = [value for _name, value in arguments if isinstance(value, TracedStorage)]
         for each in given:
@@ -269,31 +266,24 @@ class GraphWriter:
             shown = self._shown[form] = _signature(node)
         return shown
 
-    # ---------------------------------------------------------------------------------------------------------- values
-
     def _value(self, step: NodeStep, value: Any, allocations: Sequence[int]) -> Any:
         """A bound argument in the form that a record holds."""
         if isinstance(value, TensorSpec):
-            return self._tensor(value, allocations)
+            if value.dtype is None or value.sizes is None or value.strides is None or type(value.identity) is not int:
+                raise ValueError(f"a tensor of sizes {value.sizes} whose dtype or strides are not recorded")
+            where = allocations[value.identity]
+            return self._view(where, value.dtype, value.sizes, value.strides, value.offset, value.flags)
         if isinstance(value, list):
             return [self._value(step, each, allocations) for each in value]
         if isinstance(value, DeviceName) and value.name is None:
             raise ValueError("a device argument whose device is not recorded")
         if value is RETURNED_STORAGE:
-            return self._returned_storage(step)
+            # Operators that take a storage return a tensor on it.
+            placed = next(iter(step.returned.values()), None)
+            if placed is None:
+                raise ValueError("a storage argument of an operator that returns no tensor")
+            return self._storage(placed.allocation)
         return value
-
-    def _returned_storage(self, step: NodeStep) -> TracedStorage:
-        """The storage of a storage argument: operators that take one return a tensor on it."""
-        placed = next(iter(step.returned.values()), None)
-        if placed is None:
-            raise ValueError("a storage argument of an operator that returns no tensor")
-        return self._storage(placed.allocation)
-
-    def _tensor(self, spec: TensorSpec, allocations: Sequence[int]) -> Tensor:
-        if spec.dtype is None or spec.sizes is None or spec.strides is None or not isinstance(spec.identity, int):
-            raise ValueError(f"a tensor of sizes {spec.sizes} whose dtype or strides are not recorded")
-        return self._view(allocations[spec.identity], spec.dtype, spec.sizes, spec.strides, spec.offset, spec.flags)
 
     def _view(
         self,
@@ -324,12 +314,6 @@ class GraphWriter:
             storage = self._storages[allocation] = TracedStorage(known.bytes[allocation], device)
         return storage
 
-    def _results(self, step: NodeStep) -> list[Any]:
-        outputs = step.node.outputs
-        return [
-            self._result(step, value, _at(outputs.types, position)) for position, value in enumerate(outputs.values)
-        ]
-
     def _result(self, step: NodeStep, value: Any, kind: str) -> Any:
         """A returned tensor or list of tensors; values of other kinds depend on content, which this trace lacks."""
         if type(value) is TracedTensor:
@@ -339,8 +323,6 @@ class GraphWriter:
         if head == "GenericList" and isinstance(value, list) and any(name.startswith("Tensor") for name in inner):
             return [self._result(step, each, _at(inner, index)) for index, each in enumerate(value)]
         return None
-
-    # --------------------------------------------------------------------------------------------------------- content
 
     def _enter(self, step: NodeStep, places: Mapping[int, int]) -> None:
         """Give storages that nothing returned the content that the trace has for them. `places` are those of the
@@ -377,8 +359,6 @@ class GraphWriter:
                 storage.origin, storage.content = found.origin, found.content
                 if not certain:
                     self._told.append(f"tensor {number} of the arguments: {found.told}")
-
-    # ----------------------------------------------------------------------------------------------------- unsupported
 
     def _unsupported(
         self, step: NodeStep, moment: Moment, reason: str, detail: str, more: Mapping[str, Any] | None = None

@@ -139,17 +139,13 @@ def _argument(
     if text:
         return parse(text)
     if name in _SCALARS:
-        if has_values:
-            return of_list([], "[]") if name == "ScalarList" and concrete == "[]" else _empty(name)
+        if has_values and name == "ScalarList" and concrete == "[]":
+            return of_list([], "[]")
+        # A number or a list whose text is empty was removed from the trace.
         return HIDDEN_LIST if name == "ScalarList" else HIDDEN_NUMBER
     if _is_sizes(dims) and dims:
         return of_tensor(_spec(None, dims, strides, read), name)
     return NO_NUMBERS if has_values and not name else UNRECORDED
-
-
-def _empty(name: str) -> RecordedArgument:
-    """A number whose text is empty: removed from the trace."""
-    return HIDDEN_LIST if name == "ScalarList" else HIDDEN_NUMBER
 
 
 def _tensors(types: list[str], dims: Any, strides: Any, read: ReadArguments) -> RecordedArgument:
@@ -483,9 +479,6 @@ class EventCalls:
 
 def _only(dtypes: set[DType]) -> DType:
     return next(iter(dtypes))
-
-
-# -------------------------------------------------------------------------------------------------------------- placing
 
 
 def place(

@@ -332,8 +332,6 @@ class TraceEvents:
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             self.problems[_NO_FIELDS] += 1
 
-    # ------------------------------------------------------------------------- events with a beginning and a duration
-
     def _unlisted(self, event: dict[str, Any], category: Any) -> None:
         """An event of no category, or of one that is in no list."""
         if category is None:

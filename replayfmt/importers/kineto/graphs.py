@@ -201,7 +201,8 @@ class _Matching:
         if self._turn is not None:
             return self._captures[(self._turn + place) % len(self._captures)]
         fitting = [each for each in self._captures if self.nodes(each, place) is not None]
-        return fitting[0] if fitting and all(_alike(fitting[0], each) for each in fitting[1:]) else None
+        alike = all(each.events is fitting[0].events and _kinds(each) == _kinds(fitting[0]) for each in fitting)
+        return fitting[0] if fitting and alike else None
 
 
 def match(nodes: Sequence[_Node], ran: Sequence[_Node]) -> list[int] | None:
@@ -210,7 +211,7 @@ def match(nodes: Sequence[_Node], ran: Sequence[_Node]) -> list[int] | None:
     found: list[int] = []
     place = 0
     for each in ran:
-        while place < len(nodes) and not _same(nodes[place], each):
+        while place < len(nodes) and not (nodes[place].kind == each.kind and nodes[place].name in ("", each.name)):
             place += 1
         if place == len(nodes):
             break
@@ -234,14 +235,6 @@ def match(nodes: Sequence[_Node], ran: Sequence[_Node]) -> list[int] | None:
         if Counter(keys) == {key: len(places) for key, places in waiting.items()}
         else None
     )
-
-
-def _same(node: _Node, ran: _Node) -> bool:
-    return node.kind == ran.kind and (not node.name or node.name == ran.name)
-
-
-def _alike(one: _Capture, other: _Capture) -> bool:
-    return one.events is other.events and _kinds(one) == _kinds(other)
 
 
 def _kinds(capture: _Capture) -> list[int]:

@@ -132,7 +132,7 @@ def import_kineto(
         )
     _check_times(path, events)
     graph_notes = (
-        give_operators(events, [_capture_trace(each) for each in options.graph_captures])
+        give_operators(events, [(Path(each).name, read_events(each)[0]) for each in options.graph_captures])
         if options.graph_captures
         else []
     )
@@ -206,11 +206,6 @@ def import_kineto(
             trace.collectives = TracedCollectives(writing, session.rank, session.world_size, groups)
         write(trace, writing, report, options.on_record)
     return report
-
-
-def _capture_trace(path: str | PathLike[str]) -> tuple[str, TraceEvents]:
-    """The name and the events of a trace in which graphs were captured."""
-    return Path(path).name, read_events(path)[0]
 
 
 def _problems(stream: JsonStream, events: TraceEvents) -> list[str]:

@@ -46,7 +46,7 @@ class AnnotationScopes:
         self, events: TraceEvents, tree: CallTree, traits: Sequence[EventTraits], session: ImportedSession
     ) -> None:
         self._events, self._session, self._tree = events, session, tree
-        self._paths: dict[tuple[int, str], int] = {}
+        paths: dict[tuple[int, str], int] = {}
         ops = events.ops
         scopes = np.asarray([each.role is EventRole.annotation for each in traits], bool)
         annotations = tree.order[scopes[np.asarray(ops.kind, np.int64)[tree.order]]].tolist()
@@ -57,7 +57,9 @@ class AnnotationScopes:
         for index in sorted(annotations, key=lambda each: (ops.start[each], -ops.duration[each])):
             around = self._around(index)
             parent, name = self._ids.get(around, 0), events.kinds[ops.kind[index]].name
-            self._ids[index] = self._path(parent, name)
+            if (parent, name) not in paths:
+                paths[parent, name] = session.scope(parent, name)
+            self._ids[index] = paths[parent, name]
             iteration = parse_iteration(name)
             if around in self._described or iteration is not None:
                 self._described.add(index)
@@ -94,11 +96,6 @@ class AnnotationScopes:
         if around < 0:
             around = self._timeline.at(start, -1)
         return self._ids.get(around, 0)
-
-    def _path(self, parent: int, name: str) -> int:
-        if (parent, name) not in self._paths:
-            self._paths[parent, name] = self._session.scope(parent, name)
-        return self._paths[parent, name]
 
 
 class _Timeline:
@@ -236,8 +233,6 @@ class _Writing:
         launching = self.tree.launch_op[self.trace.captured.launches]
         return set(self.trace.selection.stands_in[launching[launching >= 0]].tolist())
 
-    # ------------------------------------------------------------------------------------------------------------ order
-
     def write(self, on_record: Callable[[int, int], None] | None) -> None:
         self.report.device_time = self._device_time()
         self._resolve_all()
@@ -349,8 +344,6 @@ class _Writing:
         """The device work that an event represents, in the order of the trace."""
         first = bisect_left(self._sorted, index)
         return sorted(self._by_op[first : bisect_right(self._sorted, index, first)])
-
-    # -------------------------------------------------------------------------------------------------------- resolving
 
     def _placement(self, index: int, work: list[int]) -> Placement:
         if not self.trace.devices:
@@ -466,8 +459,6 @@ class _Writing:
             group=group,
         )
 
-    # ----------------------------------------------------------------------------------------------------- collectives
-
     def _launch(self, call: ResolvedCall, moment: Moment, annotation: dict[str, Any]) -> int:
         """Write a collective as a launch, and wait for it where the program did."""
         collectives = self.trace.collectives
@@ -495,8 +486,6 @@ class _Writing:
         storages = [each.memory for each in (*flight.reads, *flight.writes)]
         self.session.release(list(dict.fromkeys(storages)), moment)
         return ordinal
-
-    # ---------------------------------------------------------------------------------------------------------- records
 
     def _op(self, group: _Group) -> None:
         index, call = group.index, group.call
@@ -564,7 +553,11 @@ class _Writing:
         tensors: list[Tensor] = []
         arguments = [(name, self._value(value, tensors)) for name, value in call.arguments]
         where = next((tensor.meta.device for tensor in tensors if tensor.meta.sizes), None)
-        where = where if where is not None else tensors[0].meta.device if tensors else self._factory_device(call)
+        if where is None and tensors:
+            where = tensors[0].meta.device
+        elif where is None:
+            named = (value.name for name, value in call.arguments if name == "device" and value is not None)
+            where = self.session.device(next(named, None) or "cpu")
         results = realize(call.results, tensors, where)
         if call.code is None:
             kernel = call.operator.kernel
@@ -620,10 +613,6 @@ class _Writing:
         assert first is not None
         return first
 
-    def _factory_device(self, call: ResolvedCall) -> int:
-        named = next((value.name for name, value in call.arguments if name == "device" and value is not None), None)
-        return self.session.device(named or "cpu")
-
     def _value(self, value: Any, tensors: list[Tensor]) -> Any:
         if isinstance(value, TensorSpec):
             assert value.dtype is not None and value.sizes is not None
@@ -644,13 +633,14 @@ class _Writing:
         if not work:
             return {}
         kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in work]
+        starts = self.events.work.start
         times = [time if time >= 0 else None for time in (self.events.work.duration[each] for each in work)]
         annotation: dict[str, Any] = {
             "device_kernels": [
                 {
                     **kind.row(),
-                    "device": self._device_name(kind.device),
-                    "start_ns": self._device_start(each),
+                    "device": str(self.trace.devices[kind.device]) if kind.device in self.trace.devices else None,
+                    "start_ns": None if starts[each] == NO_TIME else starts[each] - self._base,
                     "duration_ns": time,
                 }
                 for each, kind, time in zip(work[:_SHOWN_KERNELS], kinds, times, strict=False)
@@ -662,13 +652,6 @@ class _Writing:
         if streams:
             annotation["stream"] = streams[0] if len(streams) == 1 else streams
         return annotation
-
-    def _device_start(self, work: int) -> int | None:
-        start = self.events.work.start[work]
-        return None if start == NO_TIME else start - self._base
-
-    def _device_name(self, number: int) -> str | None:
-        return str(self.trace.devices[number]) if number in self.trace.devices else None
 
     def _thread(self, thread: int) -> int:
         return self.events.borrowed.get(thread, thread)
@@ -723,8 +706,6 @@ class _Writing:
             self.report.device_time.untimed_ns += known_ns
         return device_ns
 
-    # ----------------------------------------------------------------------------------------------------------- strays
-
     def _strays(self) -> list[list[UnclaimedWork]]:
         """Work without an operator; with `unique`, grouped if alike."""
         strays = [*unclaimed_work(self.events, self.tree, self._work_of, self.report)]
@@ -762,8 +743,6 @@ class _Writing:
             host_ns,
             self._timed(device_ns, sum(self._known_ns(each.work) for each in alike)),
         )
-
-    # ----------------------------------------------------------------------------------------------------------- scopes
 
     def _scope(self, index: int, *, begins: bool) -> None:
         ops = self.events.ops

@@ -453,8 +453,6 @@ def _requests(calls: RewrittenCalls, tokens: int) -> Iterator[tuple[int, int, in
         yield count, each, max(-(-keys // count), each), decodes, group.key_tokens is not None
 
 
-# --------------------------------------------------------------------------------------------------------------- table
-
 _MERGED = {"v_a": "prefix_output", "s_a": "prefix_lse", "v_b": "suffix_output", "s_b": "suffix_lse"}
 _MERGED |= {"v_merged": "output", "s_merged": "output_lse"}
 _AITER_NAMES = {"dropout_p": "p_dropout", "logits_soft_cap": "softcap"}

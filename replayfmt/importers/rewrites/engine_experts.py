@@ -296,8 +296,6 @@ def grouped_product(calls: RewrittenCalls, given: Given) -> None:
     given["out"].copy_(rows._grouped_mm(weight, calls.cat([begins.part(0, 1, count), last], 0)))
 
 
-# --------------------------------------------------------------------------------------------------------------- table
-
 _GROUPED = {"input": "gates", "gating_output": "gates", "scores": "gates", "correction_bias": "bias"}
 _GROUPED |= {"num_expert_group": "groups", "n_group": "groups", "topk_grp": "topk_group"}
 _GROUPED |= {"need_renorm": "renormalize", "n_share_experts_fusion": "num_fused_shared_experts"}

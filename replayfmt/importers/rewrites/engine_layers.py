@@ -10,8 +10,6 @@ from replayfmt.format.codes import DType
 from .engine_experts import LARGEST, dequantized, gated, quantized
 from .rewriting import CannotRewrite, Given, RewrittenCalls, Value, plain, renamed
 
-# -------------------------------------------------------------------------------------------------------- normalization
-
 
 def _normalized(data: Value, weight: Value | None, epsilon: float, plus: int = 0) -> Value:
     """RMS norm along the last dimension, in float32; Gemma adds one to the weight, if there is one."""
@@ -97,9 +95,6 @@ def fused_add_norm_static_quant(calls: RewrittenCalls, given: Given) -> None:
     norm_static_quant(calls, given | {"input": given["residual"]})
 
 
-# --------------------------------------------------------------------------------------------------------- quantization
-
-
 def static_quant(out: str = "result", scale: str = "scale") -> Any:
     def rule(_calls: RewrittenCalls, given: Given) -> None:
         plain("quantization", given, azp=(None,))
@@ -175,9 +170,6 @@ def product(a: str, b: str, scale_a: str = "", scale_b: str = "", out: str = "",
     return rule
 
 
-# ----------------------------------------------------------------------------------------------------------- activation
-
-
 def activation(out: str, function: str, *, last: bool = False, **options: Any) -> Any:
     def rule(_calls: RewrittenCalls, given: Given) -> None:
         plain("an activation", given, limit=(None, 0.0))
@@ -225,9 +217,6 @@ def relu_squared(_calls: RewrittenCalls, given: Given) -> None:
 def silu_quant(_calls: RewrittenCalls, given: Given) -> None:
     content = gated(given["input"].single(), "silu")
     given["result"].copy_(quantized(content, given["scale"], given["result"].dtype))
-
-
-# --------------------------------------------------------------------------------------------------------------- rotary
 
 
 def _turn(source: Value, target: Value, table: Value, width: int, neox: bool, last: bool = False) -> None:
@@ -319,8 +308,6 @@ def norm_and_rotary(_calls: RewrittenCalls, given: Given) -> None:
         _turn(normal, normal, table, width, bool(given["is_neox"]))
         part.copy_(normal.like(part))
 
-
-# --------------------------------------------------------------------------------------------------------------- table
 
 _ROPES = ("", "2c_", "cached_", "cached_2c_", "cached_positions_", "cached_positions_2c_")
 RULES: tuple[tuple[Any, str], ...] = (

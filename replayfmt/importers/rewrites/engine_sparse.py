@@ -36,9 +36,6 @@ def _float8_bytes(data: Value, scales: Value) -> Any:
     return _bits((data / scales).to(_FLOAT8), DType.uint8)
 
 
-# ---------------------------------------------------------------------------------------------------------- attention
-
-
 def concat_and_cache(calls: RewrittenCalls, given: Given) -> None:
     """A token's compressed key and value and the turned part of its key, in a cache of numbers or of bytes."""
     cache, latent, turned, scale = given["kv_cache"], given["kv_c"], given["k_pe"], given.get("scale")
@@ -115,9 +112,6 @@ def latent_decode(calls: RewrittenCalls, given: Given) -> None:
         return
     plain("attention", given, extra_k_cache=(None,), extra_indices_in_kvcache=(None,))
     renamed(chosen_attention, {"cache": "kv", "head_size_v": "d_v", "scale": "sm_scale"})(calls, given)
-
-
-# ------------------------------------------------------------------------------------------------------------ indexer
 
 
 def _page_parts(cache: Value, width: int) -> tuple[Any, Any]:
@@ -221,9 +215,6 @@ def paged_indexer_logits(calls: RewrittenCalls, given: Given) -> None:
     calls.deliver(found)
 
 
-# ----------------------------------------------------------------------------------------------------------- products
-
-
 def _factor(data: Value, scales: Any, dtype: DType, *, turned: bool) -> Any:
     """A factor of a product as numbers. Scales of four groups may be in one word: their exponents."""
     if scales is not None and scales.dtype is DType.int32:
@@ -252,8 +243,6 @@ def gemm(layout: str) -> Any:
 
     return rule
 
-
-# -------------------------------------------------------------------------------------------------------------- table
 
 _LENGTHS = {"lengths": "ends", "output": "indices", "seq_lens": "ends", "rowStarts": "starts", "rowEnds": "ends"}
 _LENGTHS |= {"score": "logits", "row_starts": "starts"}

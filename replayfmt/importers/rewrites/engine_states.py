@@ -91,9 +91,6 @@ def _write_back(target: Value, content: Value, rows: int, real: Value) -> None:
     target.copy_(content)
 
 
-# --------------------------------------------------------------------------------------------------------- convolution
-
-
 def convolution(calls: RewrittenCalls, given: Given) -> None:
     """Of each channel by itself, over the last tokens; those before a sequence's first are its state."""
     data, weight, bias, cache = given["x"], given["weight"], given.get("bias_"), given.get("conv_states")
@@ -160,9 +157,6 @@ def convolution_step(calls: RewrittenCalls, given: Given) -> None:
     data.copy_(total)
 
 
-# ---------------------------------------------------------------------------------------------------------------- scan
-
-
 def selective_scan(calls: RewrittenCalls, given: Given) -> None:
     """h = exp(delta A) h + delta B u of each token, y = C h + D u to where delta was, and y silu(z) to where z was.
 
@@ -212,8 +206,6 @@ def selective_scan(calls: RewrittenCalls, given: Given) -> None:
         _write_back(gate, total * open_, rows, found.real)
     _write_back(given["delta"], total, rows, found.real)
 
-
-# --------------------------------------------------------------------------------------------------------------- table
 
 _NAMES = {"pad_slot_id": "padding", "null_block_id": "padding", "conv_state_indices": "cache_indices"}
 _NAMES |= {"conv_state": "conv_states"}

@@ -91,9 +91,6 @@ def gptq_product(calls: RewrittenCalls, given: Given) -> None:
     calls.deliver(data.mm(weight.to(data.dtype)))
 
 
-# -------------------------------------------------------------------------------------------------- Marlin and Machete
-
-
 @dataclass(frozen=True)
 class _Kind:
     """A type of weights as vLLM numbers it: bits of its exponent and mantissa, and what is added to integers."""
@@ -262,8 +259,6 @@ def machete_product(calls: RewrittenCalls, given: Given) -> None:
     calls.deliver(product.to(dtype))
 
 
-# -------------------------------------------------------------------------------------------------------------- NVFP4
-
 _GROUP, _SCALE_ROWS, _SCALE_GROUPS = 16, 128, 4
 _LARGEST_FLOAT4 = 6.0
 # Above which a magnitude has the next code, and whether already there: rounding is to the nearest, ties to even.
@@ -328,8 +323,6 @@ def float4_product(_calls: RewrittenCalls, given: Given) -> None:
     one, other = (_float4_numbers(given[name], given[f"block_scale_{name}"]) for name in ("a", "b"))
     given["out"].copy_(one.linear(other) * given["alpha"])
 
-
-# -------------------------------------------------------------------------------------------------------------- table
 
 _AWQ_NAMES = {"_in_feats": "data", "_kernel": "weight", "_scaling_factors": "scales", "_zeros": "zeros"}
 _AWQ_NAMES |= {"qweight": "weight", "qzeros": "zeros"}

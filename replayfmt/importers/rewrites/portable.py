@@ -375,9 +375,6 @@ def _without_pinning(kernel: Kernel, arguments: Arguments, results: Recorded) ->
     return None
 
 
-# -------------------------------------------------------------------------------------------------------- normalization
-
-
 def _batch_norm(calls: RewrittenCalls, given: Given) -> None:
     same = {name: given[name] for name in ("input", "weight", "bias", "running_mean", "running_var", "training")}
     numbers = {"momentum": given["exponential_average_factor"], "eps": given["epsilon"]}
@@ -392,9 +389,6 @@ def _batch_norm_backward(calls: RewrittenCalls, given: Given) -> None:
     arguments = {"grad_out": given["grad_output"], **same, "save_invstd": given.get("save_var"), "train": True}
     arguments |= {"eps": given["epsilon"], "output_mask": [True, True, True]}
     calls.call("aten::native_batch_norm_backward", arguments, calls.results)
-
-
-# --------------------------------------------------------------------------------------------------------- convolution
 
 
 def _convolve(calls: RewrittenCalls, given: Given, results: Recorded, **changes: Any) -> list[Any]:
@@ -436,8 +430,6 @@ def _convolution_relu(calls: RewrittenCalls, given: Given) -> None:
         convolved = calls.one("aten::add.Tensor", self=convolved, other=given["z"], alpha=alpha)
     calls.call("aten::relu", {"self": convolved}, calls.results)
 
-
-# ------------------------------------------------------------------------------------------------------------ sampling
 
 _SAMPLING = {"interpolation_mode": 0, "padding_mode": 0, "align_corners": True}
 

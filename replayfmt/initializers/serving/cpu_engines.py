@@ -68,17 +68,12 @@ def _make_schedule(request: Request) -> torch.Tensor | None:
         starts,
         bool(call.arguments.get("causal", True)),
         window,
-        _instructions(query.sizes[2], shape[1]),
+        "vec" if query.sizes[2] % 32 == 0 and shape[1] % 32 == 0 else "vec16",  # that every processor has
         False,
         None,
         kind,
     )
     return made if isinstance(made, torch.Tensor) else None
-
-
-def _instructions(head_elements: int, block_tokens: int) -> str:
-    """The variant of the kernels that every processor has."""
-    return "vec" if head_elements % 32 == 0 and block_tokens % 32 == 0 else "vec16"
 
 
 def _can_schedule(request: Request) -> bool:
