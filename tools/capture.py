@@ -57,8 +57,7 @@ _COUNT = click.IntRange(min=0)
     "--file PATH",
     "A file whose content may have been copied to storages: safetensors, torch.save, raw, a directory of checkpoints "
     "or an index of shards. Mapped files are found without it. Repeatable.",
-    name="files",
-    multiple=True,
+    many="files",
 )
 @option(
     "--file-policy",
@@ -96,8 +95,7 @@ _COUNT = click.IntRange(min=0)
     "--opaque-result OPERATOR[:INDEX]",
     "Results of this operator, or the one with that index, hold bytes that cannot be reproduced (addresses, unwritten "
     "memory): never compare them. Repeatable.",
-    name="opaque_results",
-    multiple=True,
+    many="opaque_results",
 )
 @option(
     "--inside OPERATOR",
@@ -143,9 +141,7 @@ _COUNT = click.IntRange(min=0)
     type=CHILDREN,
     default="note",
 )
-@option(
-    "--mark MODULE:CALLABLE=SCOPE", "Make every call of a callable a scope. Repeatable.", name="marks", multiple=True
-)
+@option("--mark MODULE:CALLABLE=SCOPE", "Make every call of a callable a scope. Repeatable.", many="marks")
 @option("--module-scopes", "Make every call of an nn.Module a scope named after its path.")
 @option("--start-op N", "Start recording at the Nth op, counted from 0.", type=_COUNT)
 @option("--stop-op N", "Stop recording before the Nth op.", type=_COUNT)

@@ -88,8 +88,7 @@ def _print_report(report: CheckReport) -> None:
     "--replay-file-remap CAPTURED=REPLAY",
     "With --add-digests: where external files are now. CAPTURED is a path, or leading directories of it. Repeatable; "
     "the longest match wins.",
-    name="remaps",
-    multiple=True,
+    many="remaps",
 )
 @option("--force", "With --recover or --add-digests: replace OUT if it exists.")
 def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tuple[str, ...], force: bool) -> None:

@@ -167,10 +167,11 @@ def agents_md_option(tool: str) -> Callable[[Any], Any]:
 
 
 def option(
-    names: str, help: str, *, name: str | None = None, type: Any = None, default: Any = None, **more: Any
+    names: str, help: str, *, name: str = "", many: str = "", type: Any = None, default: Any = None, **more: Any
 ) -> Callable[[Any], Any]:
     """An option, by its names and a word for its value: `-o --output FILE`. Without such a word and a type it is a
-    switch. A default is shown; a list as `type` holds the choices; `name` is the parameter's, if not the option's."""
+    switch. A default is shown; a list as `type` holds the choices; `name` is the parameter's, if not the option's, and
+    `many` that of one that may be repeated."""
     words = names.split()
     options = [word for word in words if word.startswith("-")]
     if len(words) > len(options):
@@ -181,7 +182,9 @@ def option(
         type = click.Choice(type)
     if default is not None:
         more = {"default": default, "show_default": True} | more
-    return click.option(*options, *([] if name is None else [name]), type=type, help=help, **more)
+    if many:
+        more["multiple"] = True
+    return click.option(*options, *filter(None, [name or many]), type=type, help=help, **more)
 
 
 def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:

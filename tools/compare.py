@@ -39,8 +39,7 @@ from .replay_flags import ReplayFlags, flag_of, options_of_plans, threads_option
 @option(
     "--benchmark FILE",
     "The same by files of opreplay-benchmark --per-op --benchmark-out=FILE. Repeat it: of A, then of B.",
-    name="benchmarks",
-    multiple=True,
+    many="benchmarks",
 )
 @option(
     "--isolate",
@@ -64,8 +63,7 @@ from .replay_flags import ReplayFlags, flag_of, options_of_plans, threads_option
     "--set NAME=VALUE",
     "The other way: run ops under this setting, such as num_threads=1, mkldnn=off, deterministic=on, "
     "matmul_precision=medium, tf32=off, or any that a capture's session names. Repeatable.",
-    name="settings",
-    multiple=True,
+    many="settings",
 )
 @option("--format", "How to print.", name="form", type=["text", "jsonl"], default="text")
 @options_of_plans

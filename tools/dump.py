@@ -53,15 +53,13 @@ Chunks = Callable[[], Iterable[str]]  # makes chunks of whole lines
 @option(
     "--scope NAME",
     "Only records inside the scopes of this name or full path. Repeatable: in any of them.",
-    name="scopes",
-    multiple=True,
+    many="scopes",
 )
 @option(
     "--kernel PATTERN",
     "Only ops whose operator matches, such as 'aten::mm', 'aten::mm.default' or 'aten::*norm*'. Repeatable: any of "
     "them.",
-    name="kernels",
-    multiple=True,
+    many="kernels",
 )
 @option(
     "--values N",

@@ -276,7 +276,7 @@ def _scope(work: Work, region: MeasuredRegion, runner: WindowRunner) -> None:
     "The zone of times in the log that name none: UTC, Europe/Berlin, +02:00. Default: that of the machine that the "
     "windows were measured on.",
 )
-@option("--gpu GPU", "Only this GPU of the log; default: all. Repeatable.", name="gpus", multiple=True)
+@option("--gpu GPU", "Only this GPU of the log; default: all. Repeatable.", many="gpus")
 @option(
     "--clock-offset SECONDS|auto",
     "Add this to the times in the log; auto: find it from the first rise of power from idle to load.",

@@ -62,16 +62,10 @@ _LEVELS = ("auto", "leaf", "launching", "root")
 @option(
     "--step N",
     "Only what began in the profiler's step N (ProfilerStep#N). Repeatable.",
-    name="steps",
+    many="steps",
     type=click.IntRange(min=0),
-    multiple=True,
 )
-@option(
-    "--scope NAME",
-    "Only what began inside annotations of this name. Repeatable: in any of them.",
-    name="scopes",
-    multiple=True,
-)
+@option("--scope NAME", "Only what began inside annotations of this name. Repeatable: in any of them.", many="scopes")
 @option(
     "--time A:B",
     "Only what began between A and B milliseconds after the trace's beginning. Either may be omitted.",
@@ -88,42 +82,36 @@ _LEVELS = ("auto", "leaf", "launching", "root")
 @option(
     "--op-library NAMESPACE=MODULE",
     "Import MODULE if an operator of NAMESPACE is needed. Repeatable.",
-    name="op_libraries",
-    multiple=True,
+    many="op_libraries",
 )
 @option(
     "--allow-import NAME",
     "Allow importing the known library NAME (a module, a package or an operator namespace) if an operator needs it. "
     "Repeatable.",
-    name="allowed",
-    multiple=True,
+    many="allowed",
 )
 @option(
     "--op-alias TRACED=OPERATOR",
     "Use OPERATOR for the operator called TRACED in the trace. Repeatable.",
-    name="aliases",
-    multiple=True,
+    many="aliases",
 )
 @option(
     "--string-default OP.ARG=VALUE",
     "Use VALUE for the string argument ARG of OP if the trace has none: profiler traces drop all strings. *.ARG=VALUE "
     "applies to any operator. Each use is a warning. Repeatable.",
-    name="string_defaults",
-    multiple=True,
+    many="string_defaults",
 )
 @option(
     "--number-default OP.ARG=NUMBER",
     "Use NUMBER (or a list such as [2,3]) for the argument ARG of OP where the trace has no value: traces of PyTorch "
     "before 2.0 have none. *.ARG=NUMBER applies to any operator. Each use is a warning. Repeatable.",
-    name="number_defaults",
-    multiple=True,
+    many="number_defaults",
 )
 @option(
     "--graph-capture FILE",
     "A profiler trace taken while a CUDA or HIP graph that TRACE launches was captured: the kernels of those launches "
     "are assigned to its operators. Repeatable.",
-    name="graph_captures",
-    multiple=True,
+    many="graph_captures",
 )
 @option(
     "--inductor-cache DIR",

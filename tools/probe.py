@@ -61,8 +61,7 @@ from .probe_run import run_probe
     "--predict NAME:GX,GY,GZ:BX,BY,BZ:BYTES[:warp]",
     "report memory: predict what a probe needs that saves BYTES for each thread, or each warp, of a launch. "
     "Repeatable; needs no FILES.",
-    name="predicted",
-    multiple=True,
+    many="predicted",
 )
 @option("--tool PROBE", "instrument, run: a probe of `list` by name, or a .toml file.", name="probe")
 @option("--kernel NAME", "instrument, run: which kernel, where there are several.")
@@ -84,7 +83,7 @@ from .probe_run import run_probe
 @option("--launches N", "run: the first N launches, by default all.", type=click.IntRange(min=1))
 @option("--device DEVICE", "run: replay on this device, as in opreplay-run. Repeatable.", multiple=True)
 @option("--allow-code", "run: run the code that is in the capture: only if you trust it.")
-@option("--replay-file-remap CAPTURED=REPLAY", "run: as in opreplay-run. Repeatable.", name="remaps", multiple=True)
+@option("--replay-file-remap CAPTURED=REPLAY", "run: as in opreplay-run. Repeatable.", many="remaps")
 @option("--target SM", "instrument, list: what nvcc compiles a .cu file for, by default sm_80.")
 @option("--format", "What is printed.", name="form", type=["text", "json"], default="text")
 @option("--force", "Replace files of DIR.")

@@ -262,8 +262,7 @@ _PLAN_OPTIONS = together(
         "--opaque-result OPERATOR[:INDEX]",
         "Results of this operator, or the one with that index, hold bytes that cannot be reproduced (addresses, "
         "unwritten memory): neither compare nor embed them. Repeatable.",
-        name="opaque_results",
-        multiple=True,
+        many="opaque_results",
     ),
     option(
         "--moe-routing uniform|zipf[:EXPONENT]",
@@ -304,23 +303,20 @@ _PLAN_OPTIONS = together(
         "--op-library NAMESPACE=MODULE",
         "Import MODULE if an operator of NAMESPACE is needed, also for plain functions that a trace shows as "
         "operators. Repeatable.",
-        name="op_libraries",
-        multiple=True,
+        many="op_libraries",
     ),
     option(
         "--allow-operator NAMESPACE::OPERATOR",
         "Run this operator although it does more than compute on tensors: opens files, prints, accesses devices "
         "or other processes. Repeatable.",
-        name="allow_operators",
-        multiple=True,
+        many="allow_operators",
     ),
     option(
         "--allow-import NAME",
         "Import the module NAME for the custom operators that it registers, or allow importing the known library "
         "of the operator namespace NAME. NAMESPACE=MODULE also lets the capture call functions of MODULE under "
         "operator names of NAMESPACE. A capture alone never causes an import. Repeatable.",
-        name="allow_imports",
-        multiple=True,
+        many="allow_imports",
     ),
     option("--allow-incomplete", "Replay what there is of a capture that was never closed."),
     option(
@@ -349,21 +345,18 @@ _SELECTION = together(
         "--scope NAME",
         "Only records inside the scopes of this name or full path, every time they are entered. Repeatable: in "
         "any of them.",
-        name="scopes",
-        multiple=True,
+        many="scopes",
     ),
     option(
         "--kernel PATTERN",
         "Only ops whose operator matches, such as 'aten::mm', 'aten::mm.default' or 'aten::*norm*'. Repeatable: "
         "any of them.",
-        name="kernels",
-        multiple=True,
+        many="kernels",
     ),
     option(
         "--signature TEXT",
         "Only ops of this signature, as opreplay-dump --signatures prints it. Repeatable: of any of them.",
-        name="signatures",
-        multiple=True,
+        many="signatures",
     ),
 )
 

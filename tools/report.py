@@ -44,8 +44,7 @@ _SHARE_OF_OPS = 0.6  # of the time to measure; the rest goes to whole replays
     "--benchmark FILE",
     "Add times that opreplay-benchmark --benchmark-out wrote: of whole replays, or of single ops (--per-op). "
     "Repeatable: one of each.",
-    name="benchmarks",
-    multiple=True,
+    many="benchmarks",
 )
 @option(
     "--measure SECONDS",
@@ -63,8 +62,7 @@ _SHARE_OF_OPS = 0.6  # of the time to measure; the rest goes to whole replays
 @option(
     "--run FILE",
     "Say whether a replay was verified, as opreplay-run --format=jsonl > FILE printed. Repeatable.",
-    name="runs",
-    multiple=True,
+    many="runs",
 )
 @option(
     "--replayed TRACE",
