@@ -85,6 +85,18 @@ def device_slot(layout: SlotLayout) -> int | None:
     return None if total == 0 else before if before < total else 0
 
 
+def device_metas(reader: CaptureReader, frame: RecordFrame, rows: np.ndarray) -> np.ndarray:
+    """The ids of the metadata of the tensors whose devices are the devices of a frame's ops; 0 for an op without
+    tensors."""
+    metas = np.zeros(frame.count, np.int64)
+    for number in distinct(frame.signature[rows]).tolist():
+        slot = device_slot(reader.layouts[number])
+        if slot is not None:
+            chosen = rows[frame.signature[rows] == number]
+            metas[chosen] = frame.tensor_meta[frame.tensor_slots[frame.tensor_first[chosen] + slot]]
+    return metas[rows]
+
+
 class ObjectCache(Generic[T]):
     """A cache of objects by id, created on demand: a capture may define far more than a selection uses. It is emptied
     at a total weight, so that memory does not grow with a capture's length."""

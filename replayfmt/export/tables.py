@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from replayfmt.dump.listings import csv_cell, device_kernels
-from replayfmt.dump.row_templates import device_slot
+from replayfmt.dump.row_templates import device_metas
 from replayfmt.errors import InvalidCapture, OpReplayError, UsageError
 from replayfmt.format.codes import UNKNOWN_DEVICE_NS, RecordKind
 from replayfmt.format.model import calls_in
 from replayfmt.format.output import Output, same_file
 from replayfmt.format.reader import CaptureReader, RecordFrame
-from replayfmt.format.record_frames import distinct
 from replayfmt.format.signature_text import SignatureIndex
 
 if TYPE_CHECKING:
@@ -52,25 +51,36 @@ def op_column_frames(reader: CaptureReader, ordinals: np.ndarray | None = None) 
     """The columns by name, in the order of COLUMNS, of the ops of one frame after the other: int64 arrays, object
     arrays of text, and for times a pair of an int64 array and a mask that is True where the time is not known. With
     `ordinals` (ascending), only for these. Raises InvalidCapture for a damaged frame."""
-    shared = _SharedColumns(reader)
-    for index in range(len(reader.record_frames)):
-        frame = reader.frame(index)
-        rows = np.flatnonzero(shared.kind[frame.signature] == RecordKind.op)
+    index = SignatureIndex(reader)
+    # What all records of a signature, a scope or a tensor's metadata have in common, by its id.
+    kernel = np.array([0, *(each.kernel for each in reader.signatures[1:])], np.int64)
+    kernels = [reader.kernels[number] if number else None for number in kernel.tolist()]
+    op = _texts([each and each.name for each in kernels])
+    overload = _texts([each and each.overload for each in kernels])
+    status = _texts([None, *(each.status.name for each in reader.signatures[1:])])
+    scope = _texts([reader.scope_path(number) for number in range(len(reader.scopes))])
+    device = _texts([None, *(str(reader.devices[meta.device]) for meta in reader.metas[1:])])
+    for number in range(len(reader.record_frames)):
+        frame = reader.frame(number)
+        rows = np.flatnonzero(reader.signature_kinds[frame.signature] == RecordKind.op)
         if ordinals is not None:
             rows = rows[np.isin(rows + frame.first_ordinal, ordinals, assume_unique=True)]
         if not len(rows):
             continue
         signatures = frame.signature[rows]
+        texts = np.empty(frame.count, object)
+        for ops in index.ops_by_key(None, frame.first_ordinal, frame.first_ordinal + frame.count):
+            texts[ops.ordinals - frame.first_ordinal] = index.text(ops.key, int(ops.ordinals[0]))
         yield {
             "ordinal": rows + frame.first_ordinal,
-            "op": shared.op[signatures],
-            "overload": shared.overload[signatures],
-            "kernel": shared.kernel[signatures],
-            "signature": shared.texts(frame, rows),
-            "scope": shared.scope[frame.scope[rows]],
+            "op": op[signatures],
+            "overload": overload[signatures],
+            "kernel": kernel[signatures],
+            "signature": texts[rows],
+            "scope": scope[frame.scope[rows]],
             "thread": frame.thread[rows].astype(np.int64),
-            "device": shared.devices(frame, rows),
-            "status": shared.status[signatures],
+            "device": device[device_metas(reader, frame, rows)],
+            "status": status[signatures],
             "calls": _calls(reader, frame, rows),
             "start_ns": (frame.start_ns[rows].astype(np.int64), np.full(len(rows), not reader.session.has_times)),
             **{name: _durations(getattr(frame, name), rows) for name in DURATIONS},
@@ -99,46 +109,6 @@ def _texts(values: list[str | None]) -> np.ndarray:
     made = np.empty(len(values), object)
     made[:] = values
     return made
-
-
-class _SharedColumns:
-    """What all records of a signature or a scope have in common, by its id."""
-
-    def __init__(self, reader: CaptureReader) -> None:
-        self._reader = reader
-        self._index = SignatureIndex(reader)
-        self._signatures = reader.signatures
-        self.kind = reader.signature_kinds
-        self.kernel = np.array([0, *(each.kernel for each in reader.signatures[1:])], np.int64)
-        kernels = [None if not number else reader.kernels[number] for number in self.kernel.tolist()]
-        self.op = _texts([each and each.name for each in kernels])
-        self.overload = _texts([each and each.overload for each in kernels])
-        self.status = _texts([None, *(each.status.name for each in reader.signatures[1:])])
-        self.scope = _texts([reader.scope_path(number) for number in range(len(reader.scopes))])
-        self._device_slots = {
-            number: device_slot(reader.layouts[number])
-            for number, each in enumerate(reader.signatures)
-            if each is not None and each.kind is RecordKind.op
-        }
-        self._meta_devices = _texts([None, *(str(reader.devices[meta.device]) for meta in reader.metas[1:])])
-
-    def texts(self, frame: RecordFrame, rows: np.ndarray) -> np.ndarray:
-        made = np.empty(frame.count, object)
-        start = frame.first_ordinal
-        for ops in self._index.ops_by_key(None, start, start + frame.count):
-            made[ops.ordinals - start] = self._index.text(ops.key, int(ops.ordinals[0]))
-        return made[rows]
-
-    def devices(self, frame: RecordFrame, rows: np.ndarray) -> np.ndarray:
-        """The devices of ops; None for one without tensors."""
-        made = np.empty(frame.count, object)
-        for number in distinct(frame.signature[rows]).tolist():
-            slot = self._device_slots[number]
-            if slot is not None:
-                chosen = rows[frame.signature[rows] == number]
-                metas = frame.tensor_meta[frame.tensor_slots[frame.tensor_first[chosen] + slot]]
-                made[chosen] = self._meta_devices[metas]
-        return made[rows]
 
 
 TableName = Literal["ops", "signatures", "kernels", "device-kernels"]

@@ -11,10 +11,9 @@ from typing import Literal
 
 import numpy as np
 
-from replayfmt.dump.row_templates import device_slot
+from replayfmt.dump.row_templates import device_metas
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader, RecordFrame
-from replayfmt.format.record_frames import distinct
 from replayfmt.format.signature_text import SignatureIndex
 
 UNKNOWN = -1
@@ -119,7 +118,7 @@ class _Reading:
         for ops in self._index.ops_by_key(None, start, start + frame.count):
             text = self._index.text(ops.key, int(ops.ordinals[0]))
             signature[ops.ordinals - start] = self._texts.setdefault(text, len(self._texts))
-        devices = self._devices(frame, rows)
+        devices = self._meta_device[device_metas(self._reader, frame, rows)]
         calls, traced = self._annotated(frame, rows)
         return {
             "ordinal": rows + start,
@@ -134,18 +133,6 @@ class _Reading:
             "duration_ns": _duration(frame.duration_ns, rows),
             "device_ns": _duration(frame.device_duration_ns, rows),
         }
-
-    def _devices(self, frame: RecordFrame, rows: np.ndarray) -> np.ndarray:
-        """The id of each op's device, 0 for an op without tensors."""
-        found = np.zeros(frame.count, np.int64)
-        for number in distinct(frame.signature[rows]).tolist():
-            slot = device_slot(self._reader.layouts[number])
-            if slot is not None:
-                chosen = rows[frame.signature[rows] == number]
-                found[chosen] = self._meta_device[
-                    frame.tensor_meta[frame.tensor_slots[frame.tensor_first[chosen] + slot]]
-                ]
-        return found[rows]
 
     def _placed(self, frame: RecordFrame, rows: np.ndarray, devices: np.ndarray) -> np.ndarray:
         """The stream that each op was issued to, as a number in `streams`; 0 for the default one."""
