@@ -32,9 +32,8 @@ _NOT_OF_PYTORCH = {
     "_is_owned",
     "_pack_args",
     "_run_module_as_main",
-    "_sparse_compressed_tensor_unsafe",  # an operator
     "_value2member_map_",
-}
+} | {"_grouped_mm", "_safe_softmax", "_softmax", "_sparse_compressed_tensor_unsafe", "_to_copy"}  # operators
 
 
 def is_private(name: str) -> bool:
