@@ -39,7 +39,7 @@ from replayfmt.format.writer import CaptureWriter
 
 from .copying import Copier, notes_on_code
 from .schedule import EnterContent, Planner, Schedule, givers, with_producers
-from .writing import POLICIES, EnteringContent, Writing, write_stripped
+from .writing import POLICIES, EnteringContent, Writing, is_meta, write_stripped
 
 if TYPE_CHECKING:
     from replayfmt.replay.plan import Plan
@@ -537,7 +537,7 @@ class Contents:
         if isinstance(source, RecipeValue):
             return EnteringContent(StorageOrigin.initializer, self._copier.recipe(source.id), action.length)
         origin = StorageOrigin.absent if action.absent and action.length else StorageOrigin.uninitialized
-        if action.length and origin is StorageOrigin.uninitialized and not self._is_meta(action.storage):
+        if action.length and origin is StorageOrigin.uninitialized and not is_meta(reader, action.storage):
             raise InvalidCapture(f"{reader.path}: storage {action.storage} is used, and nothing says what it holds")
         return EnteringContent(origin, 0, action.length)
 
@@ -550,9 +550,6 @@ class Contents:
         self._recipes += 1
         recipe = _recipe(content, dtype, self._recipes)
         return EnteringContent(StorageOrigin.initializer, self._copier.writer.recipe(recipe), length)
-
-    def _is_meta(self, storage: int) -> bool:
-        return self._reader.devices[self._reader.storage(storage).device].kind == "meta"
 
 
 def _recipe(content: memoryview, dtype: DType, number: int) -> Recipe:

@@ -284,6 +284,10 @@ def _storages(values: Iterable[Value]) -> Iterator[int]:
             yield value.id
 
 
+def is_meta(reader: CaptureReader, storage: int) -> bool:
+    return reader.devices[reader.storage(storage).device].kind == "meta"
+
+
 POLICIES = {"payload": "none", "digests": "none"}
 
 
@@ -294,12 +298,8 @@ class NoContent:
         self._reader = reader
 
     def enter(self, action: EnterContent) -> EnteringContent:
-        empty = not action.length or self._is_meta(action.storage)
+        empty = not action.length or is_meta(self._reader, action.storage)
         return EnteringContent(StorageOrigin.uninitialized if empty else StorageOrigin.absent, 0, action.length)
-
-    def _is_meta(self, storage: int) -> bool:
-        device = self._reader.devices[self._reader.storage(storage).device]
-        return device is not None and device.kind == "meta"
 
 
 class _Stripped(Writing):
