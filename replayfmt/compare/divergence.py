@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from replayfmt.format.record_frames import spans
+
 from .alignment import Alignment, Block
 from .distances import Distance
-from .trace import UNKNOWN, Trace, spans
+from .trace import UNKNOWN, Trace
 
 EQUAL, DIFFERENT, NOT_KNOWN = 0, 1, 2
 _LATE = -1

@@ -23,6 +23,7 @@ from replayfmt.format.codes import ITEM_BYTES, RecordKind, StorageOrigin, ValueK
 from replayfmt.format.model import Node, Record, Signature, TensorDigest
 from replayfmt.format.operator_schema import parse_operator_schema
 from replayfmt.format.reader import CaptureReader, RecordFrame
+from replayfmt.format.record_frames import spans
 from replayfmt.format.signature_layout import own_slots
 from replayfmt.format.signature_text import signature_of
 from replayfmt.pytorch.operators import operator_named
@@ -205,12 +206,6 @@ def _form(nodes: tuple[Node, ...]) -> str:
         f"{node.kind:d}{node.name!r}{'' if node.kind in _NOT_IN_KEYS else node.constant!r}({_form(node.children)})"
         for node in nodes
     )
-
-
-def spans(first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """The numbers from each `first` on, as many as `count` says, one span after the other."""
-    ends = np.cumsum(count)
-    return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(first - (ends - count), count)
 
 
 def _sums(values: np.ndarray, count: np.ndarray) -> np.ndarray:

@@ -51,6 +51,12 @@ def distinct(values: np.ndarray) -> np.ndarray:
     return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))] if len(ordered) else ordered
 
 
+def spans(first: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """The numbers from each `first` on, as many as `count` says, one span after the other."""
+    ends = np.cumsum(count)
+    return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(first - (ends - count), count)
+
+
 # Values whose int slot holds an id, by the name of its family.
 _REFERENCES = [ValueKind.storage, ValueKind.generator, ValueKind.payload, ValueKind.range, ValueKind.recipe]
 _IS_REFERENCE = members(_REFERENCES, ValueKind)
@@ -151,9 +157,7 @@ class _IntReferences:
         counts = counts[rows]
         if not len(rows):
             return np.zeros(0, np.int64), np.zeros(0, np.uint8)
-        starts = np.cumsum(counts) - counts
-        within = np.arange(int(counts.sum())) - np.repeat(starts, counts)
-        reference = np.repeat(self.first[signature[rows]], counts) + within
+        reference = spans(self.first[signature[rows]], counts)
         return np.repeat(int_first[rows], counts) + self.place[reference], self.kind[reference]
 
 

@@ -13,10 +13,10 @@ import torch
 import replayfmt
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
+from replayfmt.format.record_frames import spans
 from replayfmt.recording.capture_session import CaptureSession
 from replayfmt.recording.options import CaptureOptions
 from replayfmt.recording.recorder import Recorder
-from replayfmt.recording.stream import buffer as module
 
 from .conftest import Capture
 
@@ -57,8 +57,8 @@ def test_storage_ids_have_no_gaps_and_tensors_keep_their_ids(capture: Capture) -
 
 
 def test_spans_are_runs_of_consecutive_numbers() -> None:
-    assert module._spans(np.array([5, 0, 9]), np.array([3, 0, 2])).tolist() == [5, 6, 7, 9, 10]
-    assert module._spans(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
+    assert spans(np.array([5, 0, 9]), np.array([3, 0, 2])).tolist() == [5, 6, 7, 9, 10]
+    assert spans(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
 
 
 def test_definitions_of_dead_storages_are_forgotten(tmp_path: Path) -> None:

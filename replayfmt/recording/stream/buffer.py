@@ -15,6 +15,7 @@ import numpy as np
 from replayfmt.format.codes import UNKNOWN_NS, Layout
 from replayfmt.format.output import Uninterrupted
 from replayfmt.format.record_columns import RecordColumns
+from replayfmt.format.record_frames import spans
 from replayfmt.format.writer import CaptureWriter
 
 from .session import FLAG_BITS, HEAD_WORDS, RowList, Session, now_ns
@@ -145,8 +146,8 @@ class RecordBuffer:
                 meta_device=words[begins + 1],
                 meta_flags=words[begins + 2] >> FLAG_BITS,
                 meta_rank=rank,
-                meta_sizes=words[_spans(shape, rank)],
-                meta_strides=words[_spans(shape + rank, rank)],
+                meta_sizes=words[spans(shape, rank)],
+                meta_strides=words[spans(shape + rank, rank)],
             )
             metas.drop(len(ends))
 
@@ -178,18 +179,18 @@ class RowBatch:
         slots_begin = begins + HEAD_WORDS
         kind = np.where(released, 0, signature)
         tensor_count, int_count, float_count = (_column(column)[kind] for column in slots)
-        self.tensors = words[_spans(slots_begin, tensor_count)]
+        self.tensors = words[spans(slots_begin, tensor_count)]
         int_count = np.where(released, lengths - HEAD_WORDS, int_count)
         ints_begin = slots_begin + tensor_count
-        self.ints = words[_spans(ints_begin, int_count)]
-        self.floats = words.view(np.float64)[_spans(ints_begin + int_count, float_count)]
+        self.ints = words[spans(ints_begin, int_count)]
+        self.floats = words.view(np.float64)[spans(ints_begin + int_count, float_count)]
 
         records = np.where(released, lengths - HEAD_WORDS, 1)
         self.signature = np.repeat(signature, records)
         self.context = np.repeat(words[begins + 1], records)
         self.start_ns = np.repeat(words[begins + 2], records)
         self.duration_ns = np.repeat(words[begins + 3], records)
-        self.released = words[_spans(slots_begin[released], records[released])]
+        self.released = words[spans(slots_begin[released], records[released])]
 
 
 def _column(values: array[int] | array[float], dtype: type = np.int64) -> np.ndarray:
@@ -203,13 +204,6 @@ def _take(rows: RowList, words: int) -> np.ndarray:
     taken = np.frombuffer(rows.first(count)[0], np.int64).reshape(-1, words)
     rows.drop(count)
     return taken
-
-
-def _spans(first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """All of first[i], first[i] + 1, ..., first[i] + count[i] - 1, for each i in turn."""
-    ends = np.cumsum(count)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.repeat(first - (ends - count), count) + np.arange(total)
 
 
 PERIOD_NS = 100_000_000  # the recorder's thread writes if nobody has for so long: what a killed process loses
