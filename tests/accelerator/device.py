@@ -20,7 +20,9 @@ import pytest
 import torch
 from torch._utils import CallbackRegistry
 
+from replayfmt.benchmark import measure
 from replayfmt.native.building import compile_library, own_cache
+from replayfmt.pytorch import accelerators
 
 _NAME = "simulated_accelerator"
 
@@ -80,8 +82,7 @@ def register() -> Any:
     module.memory_allocated = lambda device: simulated.memory_allocated(torch.device(device).index)
     module.max_memory_allocated = lambda device: simulated.max_memory_allocated(torch.device(device).index)
     module.reset_peak_memory_stats = lambda device: simulated.reset_peak_memory_stats(torch.device(device).index)
-    # A flush of the caches that are not known rewrites 256 MiB, by a fallback to the CPU.
-    module.get_device_properties = lambda device: SimpleNamespace(L2_cache_size=1 << 20)
+    module.get_device_properties = lambda device: SimpleNamespace(L2_cache_size=1 << 12)
     module.is_available = lambda: True
     module.is_initialized = lambda: simulated.uses() > 0
     module.init = module._lazy_init = lambda: None  # without `_lazy_init` 2.11 never waits for the device
@@ -97,6 +98,9 @@ def register() -> Any:
     ].set_state(state)
     module.manual_seed_all = lambda seed: [each.manual_seed(seed) for each in module.default_generators]
     torch._register_device_module("sim", module)
+    # What keeps a device busy and what flushes caches are rewritten by fallbacks, which take long even for little.
+    accelerators._REWRITTEN_BYTES, accelerators._REWRITING_NS = 1 << 12, 200_000
+    measure.largest_cache = lambda root: 1 << 12
     torch.utils.generate_methods_for_privateuse1_backend()
     return module
 

@@ -15,20 +15,15 @@ from replayfmt.native.building import NotAvailable
 from replayfmt.native.hook import dispatch_hook
 
 _HERE = Path(__file__).parent
-# Small ones share a process, because importing PyTorch takes longer than their tests.
-_SHARE = [
-    [f"{name}_on_device" for name in names.split()]
-    for names in ("graph_kernels graph_pools graph_streams graph_work", "kinds memory ranks threads")
-]
-_ALONE = sorted({each.stem for each in _HERE.glob("*on_device.py")} - {name for names in _SHARE for name in names})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [*_SHARE, *([name] for name in _ALONE)], ids="+".join)
-def test_what_holds_on_an_accelerator(names: list[str]) -> None:
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "all else"])
+def test_what_holds_on_an_accelerator(graphs: bool) -> None:
+    """Many files share a process, because importing PyTorch takes longer than the tests of most."""
     if isinstance(found := dispatch_hook(), NotAvailable):
         pytest.skip(f"the accelerator cannot be built here ({found})")
-    if "graph" in names[0] and not hasattr(torch.accelerator, "Graph"):
+    if graphs and not hasattr(torch.accelerator, "Graph"):
         pytest.skip("this PyTorch has graphs of CUDA alone")
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
@@ -42,7 +37,7 @@ def test_what_holds_on_an_accelerator(names: list[str]) -> None:
                 "no:cacheprovider",
                 "-p",
                 "no:xdist",
-                *(f"{_HERE}/{name}.py" for name in names),
+                *sorted(map(str, (each for each in _HERE.glob("*on_device.py") if ("graph" in each.stem) is graphs))),
             ],
             capture_output=True,
             text=True,
