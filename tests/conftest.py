@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from in_process import tools as tools
 from in_process import trim_here as trim_here
 from served_tools import commands as commands
+from served_tools import sooner as sooner
 
 # A shell without job control starts background jobs with SIGINT ignored, and so would be every program started here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

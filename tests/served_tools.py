@@ -1,6 +1,5 @@
 """Commands of the tools for tests that run whole documents: forks of one process that has imported PyTorch run them, so
-that none waits for the import. Those that need no PyTorch are not among them, nor is `opreplay-capture`: the program
-that it runs is to find a new process.
+that none waits for the import. `opreplay-capture` is not among them: the program that it runs is to find a new process.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ from uuid import uuid4
 import pytest
 from opreplay_tools.__main__ import TOOLS
 
-SERVED = {name: TOOLS[name] for name in ("run", "benchmark", "compare", "trim", "import", "export", "report")}
+SERVED = {
+    name: TOOLS[name] for name in ("run", "benchmark", "compare", "trim", "import", "export", "report", "dump", "check")
+}
 # Hands over its arguments, environment, folder and streams; exits as what was run for it.
 CLIENT = """#!{python} -IS
 import json, os, socket, sys
@@ -39,6 +40,12 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder for PATH with every command; those of `SERVED` start sooner."""
     with served_tools(tmp_path_factory.mktemp("served")) as found:
         yield found
+
+
+@pytest.fixture
+def sooner(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is started as `opreplay-run` in the test is that of `commands`."""
+    monkeypatch.setenv("PATH", str(commands), prepend=os.pathsep)
 
 
 @contextmanager
@@ -64,6 +71,8 @@ def served_tools(folder: Path) -> Iterator[Path]:
 
 def serve(address: str) -> None:
     """Fork for each command, which returns here in the process that runs it."""
+    import torch
+
     modules = {name: importlib.import_module(f"opreplay_tools.{module}") for name, module in SERVED.items()}
     for name in ("replay.plan", "benchmark.run_report", "trim.trimming", "importers.importing"):
         importlib.import_module(f"replayfmt.{name}")
@@ -95,6 +104,8 @@ def serve(address: str) -> None:
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        if "OMP_NUM_THREADS" in environment:  # which PyTorch has read already
+            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
         sys.argv = [f"opreplay-{name}", *arguments]
         here = environment.get("PYTHONPATH")
         sys.path[:1] = [os.path.dirname(sys.executable), *(here.split(os.pathsep) if here else ())]

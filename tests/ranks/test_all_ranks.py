@@ -30,13 +30,15 @@ from replayfmt.replay.plan import Plan
 from . import launching
 from .test_one_rank import COLLECTIVES, WAITS
 
+pytestmark = pytest.mark.usefixtures("sooner")
+
 
 def together(
     folder: Path, *flags: str, rank_1: str = "", tool: str = "run", timeout_s: int = 5
 ) -> list[tuple[int, str]]:
     """Replay the folder `out`; `rank_1`: more flags of that rank alone."""
     flags = ("--verify=bitwise", f"--collective-timeout={timeout_s}", *flags, "out/")
-    run = f"exec {launching.BIN / f'opreplay-{tool}'} {' '.join(flags)} $([ $RANK = 1 ] && echo {rank_1!r})"
+    run = f"exec opreplay-{tool} {' '.join(flags)} $([ $RANK = 1 ] && echo {rank_1!r})"
     return launching.launch(folder, "sh", "-c", run)
 
 
@@ -71,7 +73,7 @@ def test_all_ranks_replay_together_bit_for_bit(copy: Path) -> None:
 
 
 def run_tool(tool: str, *arguments: str) -> str:
-    done = subprocess.run([launching.BIN / f"opreplay-{tool}", *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([f"opreplay-{tool}", *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -131,14 +133,21 @@ def test_a_rank_that_fails_ends_all_of_them(copy: Path) -> None:
 SLEEPS = "[time.sleep(0.05) for _ in iter(lambda: os.path.exists('told'), True)]"
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", SLEEPS])
+@pytest.mark.parametrize(
+    ("who", "how"),
+    [
+        (0, "os.kill(os.getpid(), 9)"),
+        (1, "os.kill(os.getpid(), 9)"),
+        (1, SLEEPS),
+        pytest.param(0, SLEEPS, marks=pytest.mark.sweep),  # whoever is asked, the store answers
+    ],
+)
 def test_a_rank_that_does_not_come_is_named(copy: Path, who: int, how: str) -> None:
     """Whether it was killed, with the store perhaps, or does something else meanwhile."""
     (copy / "late.py").write_text(
         f"import os, time\ndef kernel(a, b):\n    if os.environ['RANK'] == '{who}':\n        {how}\n    return a * b\n"
     )
-    run = f"{launching.BIN / 'opreplay-run'} --collective-timeout=4 out/ --replay-kernel-substitution="
+    run = "opreplay-run --collective-timeout=2 out/ --replay-kernel-substitution="
     wait = f"sh -c '{run}aten::mul.Tensor=late.py:kernel'; code=$?; touch told; exit $code"
     launched = launching.launch(copy, "sh", "-c", wait)
     assert all(code for code, _text in launched), launched
@@ -280,7 +289,7 @@ def test_traces_of_all_ranks_become_a_folder_whose_collectives_are_real(
     for flags, code, words in ((), 1, "are not in the trace"), (("--collectives=none",), 0, "left out"):
         alone = tools("run", "out/rank1.opreplay", *flags)
         assert alone.code == code and words in alone.out + alone.err
-    (code, text), (other, silent) = launching.launch(tmp_path, launching.BIN / "opreplay-run", "out/")
+    (code, text), (other, silent) = launching.launch(tmp_path, "opreplay-run", "out/")
     assert (code, other) == (0, 0), text + silent
     assert "not verified: the content of" in text
 
@@ -307,7 +316,7 @@ accelerator.print("weights", float(accelerator.unwrap_model(model)[0].weight.dou
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_what_accelerate_launches_is_captured_and_replayed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ACCELERATED)
     # Without --multi_gpu it starts one process for the CPU, or needs MPI.
@@ -362,7 +371,7 @@ def test_all_ranks_are_measured_together(copy: Path) -> None:
 def test_the_ops_of_one_capture_are_shared_out_and_rank_0_has_the_times_of_all(job: Path, tmp_path: Path) -> None:
     flags = ("--per-op", "--roofline", "--peak-flops=1G", "--peak-bandwidth=1G", "--benchmark-min-time=2x")
     flags += ("--collectives=none", "--kernel=aten::*", "--op-limit=5", "--benchmark-out=ops.json")
-    launched = launching.launch(tmp_path, launching.BIN / "opreplay-benchmark", *flags, job / "out/rank1.opreplay")
+    launched = launching.launch(tmp_path, "opreplay-benchmark", *flags, job / "out/rank1.opreplay")
     assert [code for code, _text in launched] == [0, 0], launched
     assert launched[0][1] and not launched[1][1]
     rows = json.loads((tmp_path / "ops.json").read_text())["benchmarks"]
@@ -409,7 +418,7 @@ def test_what_ranks_say_of_their_times_is_put_together() -> None:
     ],
 )
 def test_a_folder_is_measured_under_torchrun_and_as_a_whole(job: Path, flags: list[str], said: str) -> None:
-    command = [launching.BIN / "opreplay-benchmark", *flags, "out/"]
+    command = ["opreplay-benchmark", *flags, "out/"]
     done = subprocess.run(command, cwd=job, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and said in done.stderr
 
@@ -470,7 +479,7 @@ def test_without_collectives_the_rest_is_timed_and_every_output_says_so(
     for mode, capture in (("real", one), ("recorded", "out/")):
         code, text = said("run", f"--collectives={mode}", capture)
         assert code == 2 and f"--collectives={mode} takes" in text
-    command = (launching.BIN / "opreplay-benchmark", "--collectives=none", *quick, "--force", "out/")
+    command = ("opreplay-benchmark", "--collectives=none", *quick, "--force", "out/")
     (code, text), (other, silent) = launching.launch(job, *command)
     assert (code, other) == (0, 0), text + silent
     section = json.loads(Path(out).read_text())["ranks"]

@@ -107,13 +107,19 @@ def files(folder: Path) -> list[Path]:
     return found
 
 
+@pytest.fixture(scope="module")
+def said_alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return launching.plain(tmp_path_factory.mktemp("plain"), COLLECTIVES + WAITS)
+
+
 @pytest.mark.parametrize("recorder", ["native", "python"])
-def test_a_rank_replays_alone_bit_for_bit_and_its_program_computes_what_it_would(tmp_path: Path, recorder: str) -> None:
+def test_a_rank_replays_alone_bit_for_bit_and_its_program_computes_what_it_would(
+    tmp_path: Path, recorder: str, said_alone: list[str]
+) -> None:
     """Collectives in every form, on tensors of any layout, waited for at once, late, twice, in another order, by a
     future, by asking, never, or first used as a view."""
-    program = COLLECTIVES + WAITS
-    said = launching.captured(tmp_path, program, f"--recorder={recorder}")
-    assert len(said) == 46 and said == launching.plain(tmp_path, program)
+    said = launching.captured(tmp_path, COLLECTIVES + WAITS, f"--recorder={recorder}")
+    assert len(said) == 46 and said == said_alone
     for path in files(tmp_path):
         assert replayfmt.run(path, verify="bitwise").outcome == "ok"
 
@@ -127,12 +133,13 @@ def test_models_that_are_spread_over_ranks_replay_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("sooner")
 def test_a_llama_that_is_spread_over_ranks_generates_and_replays(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "tensor_parallel_llama.py"
     capture = launching.launch(tmp_path, launching.BIN / "opreplay-capture", "-o", "out/", example, "--tokens=2")
     assert [code for code, _text in capture] == [0, 0] and "tokens 1 2 3 4 5 6 7 8 " in capture[0][1]
     assert replayfmt.run(files(tmp_path)[1], verify="bitwise").outcome == "ok"
-    together = launching.launch(tmp_path, launching.BIN / "opreplay-run", "--verify=bitwise", "out/")
+    together = launching.launch(tmp_path, "opreplay-run", "--verify=bitwise", "out/")
     assert [code for code, _text in together] == [0, 0] and "verified: bitwise" in together[0][1]
 
 

@@ -4,6 +4,7 @@ ASTRA-sim, and one timeline."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from replayfmt.report.rank_contents import make_rank_contents
 
 from . import launching
 
+pytestmark = pytest.mark.usefixtures("sooner")
 PROGRAM = """
 half = dist.new_group([0, 1])
 weight = torch.randn(64, 64)
@@ -171,15 +173,17 @@ def simulated(ranks: list[list[Node]], groups: dict[str, list[int]]) -> set[str]
 
 
 def export(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [launching.BIN / "opreplay-export", "--format=chakra", *arguments]
+    command = ["opreplay-export", "--format=chakra", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def job(tmp_path_factory: pytest.TempPathFactory, commands: Path) -> Path:
     folder = tmp_path_factory.mktemp("job")
     launching.captured(folder, PROGRAM)
-    done = export(folder, "out/", "traces")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PATH", str(commands), prepend=os.pathsep)
+        done = export(folder, "out/", "traces")
     assert done.returncode == 0, done.stderr
     assert "2 ranks" in done.stdout and "known duration" not in done.stdout
     assert "ASTRA-sim does not simulate c10d::scatter_ (2)" in done.stdout
@@ -237,7 +241,7 @@ def test_durations_add_up_and_may_be_measured_ones(job: Path) -> None:
         assert sum(node.micros for node in ops) == sum(node.attributes["duration_ns"] for node in ops) // 1000
     for rank in range(launching.WORLD):
         per_op = ("--per-op", "--benchmark-min-time=2x", f"--benchmark-out=isolated{rank}.json")
-        command = [launching.BIN / "opreplay-benchmark", *per_op, f"out/rank{rank}.opreplay"]
+        command = ["opreplay-benchmark", *per_op, f"out/rank{rank}.opreplay"]
         subprocess.run(command, cwd=job, check=True, capture_output=True, timeout=120)
     assert export(job, "--benchmark=isolated{rank}.json", "out/", "isolated").returncode == 0
     rows = json.loads((job / "isolated1.json").read_text())["benchmarks"]
@@ -289,7 +293,7 @@ def test_what_no_simulator_can_run_is_refused_in_one_error(job: Path, tmp_path: 
 
 
 def test_one_timeline_has_all_ranks_and_arrows_between_their_collectives(job: Path) -> None:
-    command = [launching.BIN / "opreplay-export", "--format=perfetto", "out/", "job.json"]
+    command = ["opreplay-export", "--format=perfetto", "out/", "job.json"]
     done = subprocess.run(command, cwd=job, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     events = checked(json.loads((job / "job.json").read_text()))
@@ -327,11 +331,11 @@ def test_a_page_compares_the_ranks(job: Path) -> None:
         lanes[site].add(picture.timeline.lanes[lane].partition(",")[0])
     assert {f"site-{site}" for site in lanes} == {row.name for row in rows}
     assert all(each == {"rank 0", "rank 1"} for each in lanes.values())
-    command = [launching.BIN / "opreplay-report", "out/", "-o", "job.html"]
+    command = ["opreplay-report", "out/", "-o", "job.html"]
     assert subprocess.run(command, cwd=job, capture_output=True, timeout=120).returncode == 0
     refused = subprocess.run([*command, "--force", "--energy=x"], cwd=job, capture_output=True, text=True)
     assert refused.returncode == 2 and "is for the capture of one rank" in refused.stderr
     alone = ("out/rank0.opreplay", "--benchmark-min-time=2x", "--benchmark-out=alone.json")
-    subprocess.run([launching.BIN / "opreplay-benchmark", *alone], cwd=job, check=True, capture_output=True)
+    subprocess.run(["opreplay-benchmark", *alone], cwd=job, check=True, capture_output=True)
     refused = subprocess.run([*command, "--force", "--benchmark=alone.json"], cwd=job, capture_output=True, text=True)
     assert refused.returncode == 2 and "one rank alone" in refused.stderr

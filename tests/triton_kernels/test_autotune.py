@@ -4,7 +4,9 @@ here."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from replayfmt.format.reader import CaptureReader
 
 from .conftest import run_python, skip_unless_triton_compiles
 
-pytestmark = pytest.mark.slow  # Triton decides when it is imported that it interprets: each replay is a process
+# Triton decides when it is imported that it interprets: each replay is a process.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sooner")]
 AGAIN = ("--allow-code", "--autotune=again")
 
 
@@ -29,7 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tool(name: str, *arguments: Any) -> tuple[int, str, str]:
-    done = run_python("-m", f"opreplay_tools.{name}", *map(str, arguments))
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([f"opreplay-{name}", *map(str, arguments)], capture_output=True, text=True, env=environment)
     return done.returncode, done.stdout, done.stderr
 
 
