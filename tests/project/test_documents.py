@@ -67,8 +67,7 @@ PLAYBOOK = ("opreplay", *(tool for tool in TOOLS if tool not in ("capture", "ene
 TOGETHER = {
     # The first page asks for nothing but the tools: it writes the examples that the others use.
     "playbook": [f"tools/playbook/{name}.md" for name in ("opreplay", "capture", *PLAYBOOK[1:])]
-    + ["docs/queries.md", "docs/failures.md", "README.md"],
-    "tour": ["docs/tour.md"],
+    + ["docs/queries.md", "docs/failures.md", "README.md", "docs/tour.md"],
     "guides": [f"docs/{name}.md" for name in ("measuring", "comparing", "power", "tables", "reporting")],
     "comparing": ["docs/comparing-captures.md", "docs/comparing-replays.md"],
     "kernel tasks": ["docs/kernel-tasks.md"],
