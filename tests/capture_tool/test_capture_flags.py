@@ -1,5 +1,6 @@
 """Flags of opreplay-capture, each with its effect on the capture."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def test_marks_and_module_scopes_name_regions_of_the_program(folder):
     ]
     assert scopes == one_step * 3
     assert "step/Sequential/1/activation" in captured.scope_paths
+    assert re.search(r" kernels, \d+ scopes entered \d+ times, [\d,]+ bytes; unsupported: none$", done.stderr.strip())
 
 
 @pytest.mark.slow
@@ -235,9 +237,7 @@ import torch
 @torch.compile
 def function(x):
     return (x.sin() * 2).sum()
-x = torch.ones(4, requires_grad=True)
-function(x).backward()
-print(round(x.grad.sum().item(), 4))
+print(round(function(torch.ones(4)).item(), 4))
 """
 
 
@@ -248,18 +248,18 @@ def test_compiled_regions_are_recorded_inside_or_kept_or_run_as_operators(tmp_pa
     for compiled in ("kernels", "keep", "eager"):
         asked = [] if compiled == "kernels" else [f"--compiled={compiled}"]  # the first is the default
         done = capture(tmp_path, "-o", "c.opreplay", "--force", *asked, "compiled.py")
-        assert (done.returncode, done.stdout) == (0, "4.3224\n"), done.stderr
+        assert (done.returncode, done.stdout) == (0, "6.7318\n"), done.stderr
         captured = Captured(tmp_path / "c.opreplay")
         assert captured.session.policies["compiled"] == compiled
         outcomes[compiled] = (
             captured.summary.unsupported,
             "aten::sin.default" in captured.op_names,
-            "(2 with code: a replay needs --allow-code)" in done.stderr,
+            "(1 with code: a replay needs --allow-code)" in done.stderr,
             done.stderr.strip().rpartition("unsupported: ")[2],
         )
     assert outcomes == {
         "kernels": ({}, False, True, "none"),
-        "keep": ({"compiled_region": 2}, False, False, "compiled_region 2"),
+        "keep": ({"compiled_region": 1}, False, False, "compiled_region 1"),
         "eager": ({}, True, False, "none"),
     }
 

@@ -328,7 +328,7 @@ requests.close()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recorder", ["native", "python"])
-@pytest.mark.parametrize("workers", [1, 8])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.sweep), 8])
 def test_a_busy_server_is_captured_from_one_moment_on_in_all_its_threads(
     tmp_path: Path, workers: int, recorder: str
 ) -> None:

@@ -17,7 +17,7 @@ from replayfmt.format.reader import open_capture
 
 from .programs import Op, Program, edited, layered, program_of, wrong_pairs
 
-EDITS = settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck))
+EDITS = settings(deadline=None, max_examples=50, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.slow

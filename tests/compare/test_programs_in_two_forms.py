@@ -14,7 +14,7 @@ import replayfmt
 
 Form = Callable[[torch.Tensor], torch.Tensor]
 WEIGHT = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
-PAIRS = 70
+PAIRS = 35
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:

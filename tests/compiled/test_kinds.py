@@ -348,7 +348,11 @@ with open_capture(sys.argv[2]) as reader:
 
 def test_a_package_is_one_record_where_neither_dynamo_nor_inductor_was_imported(tmp_path: Path) -> None:
     exported = torch.export.export(Small().eval(), (torch.randn(4, 8),))
-    package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+    package = torch._inductor.aoti_compile_and_package(
+        exported,
+        package_path=str(tmp_path / "model.pt2"),
+        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},
+    )
     done = subprocess.run(
         [sys.executable, "-c", PACKAGE, package, str(tmp_path / "c.opreplay")],
         capture_output=True,

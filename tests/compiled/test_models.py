@@ -96,7 +96,7 @@ def resnet() -> Callable[[], Any]:
     return infer
 
 
-@pytest.mark.parametrize("make", [gpt2, llama, resnet])
+@pytest.mark.parametrize("make", [pytest.param(gpt2, marks=pytest.mark.sweep), llama, resnet])
 def test_a_model_is_captured_with_its_kernels_and_replays_without_the_compiler(
     make: Callable[[], Callable[[], Any]], capture: Capture
 ) -> None:

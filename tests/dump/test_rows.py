@@ -413,7 +413,7 @@ NODES = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data(), args=st.lists(NODES, max_size=5), results=st.lists(NODES, max_size=2))
 def test_rows_of_any_signature_and_any_values_equal_the_slow_way(
     data: st.DataObject, args: list[Node], results: list[Node], tmp_path_factory: pytest.TempPathFactory

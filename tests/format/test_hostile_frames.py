@@ -448,7 +448,7 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[bytes, list[Fr
 
 @pytest.mark.guarantee("bounds")
 @pytest.mark.slow
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(which=st.integers(0, 1), mutations=st.lists(_mutation, min_size=1, max_size=4), index=st.booleans())
 @example(which=0, mutations=[(0, 0, 4, (1 << 32) - 1)], index=True)
 def test_no_mutation_behind_valid_checks_escapes_as_anything_but_one_error(

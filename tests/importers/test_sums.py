@@ -57,7 +57,7 @@ def _adds_up(report: ImportReport, capture: Path, *, unique: bool = False) -> No
         assert time["total_ns"] == of_calls + left
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(not _OTHERS, reason="no other people's traces are beside the project")
 @pytest.mark.parametrize("path", _OTHERS, ids=lambda path: path.name)
 def test_the_numbers_of_every_other_trace_add_up(path: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ for part, names in PARTS.items():
     with replayfmt.capture("core.opreplay"):
         torch.ones(3).mul(2).sum().item()
     print(replayfmt.run("core.opreplay").verified)
-    for tool, flags in ((dump, ["--format=jsonl"]), (check, []), (run, []), (benchmark, ["--benchmark-repetitions=1"])):
+    for tool, flags in ((dump, ["--format=jsonl"]), (check, []), (run, []), (benchmark, ["--benchmark-min-time=1x"])):
         sys.argv = [tool.__name__, *flags, "core.opreplay"]
         try:
             tool.main()

@@ -182,7 +182,7 @@ def _build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ctypes.PyD
         source, made = folder / "checks.cpp", folder / "checks.so"
         source.write_text(code)
         include = f"-I{building.__file__.removesuffix('building.py')}"
-        building.compile_library(source, made, "-O1", "-fvisibility=default", include, **flags)
+        building.compile_library(source, made, "-O0", "-fvisibility=default", include, **flags)
         return ctypes.PyDLL(str(made))
 
     return build

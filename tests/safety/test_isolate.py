@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from in_process import Tools
 
 DEADLY = """
 import os, signal, torch
@@ -83,14 +84,17 @@ def test_without_it_the_process_ends_as_it_does(folder: Path) -> None:
 
 @pytest.mark.guarantee("isolate")
 @pytest.mark.slow
-def test_a_replay_that_lives_prints_and_exits_as_without(folder: Path) -> None:
+def test_a_replay_that_lives_prints_and_exits_as_without(
+    folder: Path, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = _run(folder, "run", "--format=jsonl", "11.opreplay", deadly=False)
     apart = _run(folder, "run", "--isolate", "--format=jsonl", "11.opreplay", deadly=False)
     assert plain.returncode == apart.returncode == 0
     assert len(plain.stdout.splitlines()) == len(apart.stdout.splitlines()) >= 1 and plain.stderr == apart.stderr
+    monkeypatch.chdir(folder)
     for arguments, code in ((("nowhere.opreplay",), 3), (("--verify=what", "11.opreplay"), 2)):
         done = _run(folder, "run", "--isolate", *arguments, deadly=False)
-        assert done.returncode == code and done.stderr == _run(folder, "run", *arguments, deadly=False).stderr
+        assert done.returncode == code and done.stderr == tools("run", *arguments).err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
