@@ -462,6 +462,7 @@ def test_an_op_that_cannot_run_is_listed_with_its_reason(tmp_path, monkeypatch):
     assert not runner.windows and {each["reason"] for each in runner.not_run} == {"ValueError: made up"}
 
 
+@pytest.mark.slow
 def test_from_windows_to_the_report_with_the_tools(tools, captured, tmp_path):
     windows, power, out = tmp_path / "windows.jsonl", tmp_path / "power.csv", tmp_path / "gpu_energy_report.json"
     flags = ["--power-interval=0.001", "--power-averaging=0.02", "--kernel=aten::tanh"]

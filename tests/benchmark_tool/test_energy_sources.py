@@ -300,6 +300,7 @@ def a_zeus(folder, monkeypatch, text):
     monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_was_measured_and_says_so(tools, tmp_path, monkeypatch):
     """Ctrl-C while the second op is measured, whose window must not be in the report."""
     a_zeus(tmp_path, monkeypatch, FAKE_ZEUS)

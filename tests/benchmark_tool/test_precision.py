@@ -157,6 +157,7 @@ def test_a_cap_that_makes_no_sense_is_refused(precision, most, floor, words):
         whole_precision(precision, most, floor)
 
 
+@pytest.mark.slow
 def test_the_tool_takes_the_flags_and_says_what_it_did(tools, captured):
     flags = ["--benchmark-min-time=3x", "--benchmark-warmup=0", "--benchmark-format=json"]
     context = json.loads(tools("benchmark", captured, *flags).out)["context"]
@@ -208,6 +209,7 @@ def test_an_op_without_a_measurement_is_listed_as_unmeasurable_and_is_in_no_sum(
     assert len(row["samples"]["real_time"]) >= 6
 
 
+@pytest.mark.slow
 def test_cold_inputs_are_flushed_untimed_before_each_replay_and_each_call(captured, monkeypatch):
     flushed = []
 

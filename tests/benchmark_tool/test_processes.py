@@ -77,6 +77,7 @@ def test_one_process_does_not_tell_differences_that_another_process_makes(faster
     assert compare_with_baseline("old.json", *many).rows[0].verdict == "faster"
 
 
+@pytest.mark.slow
 def test_the_tool_measures_in_fresh_processes(tools, captured, tmp_path):
     out = tmp_path / "times.json"
     flags = ("--per-op", "--op-limit=1", "--benchmark-min-time=6x", "--verify=none", "--threads=1")
@@ -89,6 +90,7 @@ def test_the_tool_measures_in_fresh_processes(tools, captured, tmp_path):
     assert "6 are needed" in row["estimated_us_low_reason"]
 
 
+@pytest.mark.slow
 def test_what_the_processes_cannot_do_is_said(tools, captured, tmp_path, monkeypatch):
     ran = tools("benchmark", "--processes=2", "--memory", captured)
     assert ran.code == 2 and "--memory does not go with --processes" in ran.err

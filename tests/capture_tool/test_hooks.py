@@ -123,12 +123,14 @@ def test_forward_and_backward_of_a_compiled_function_are_one_record_each(recorde
     assert not marked & {addresses["x"], addresses["w"]}, "what it only reads"
 
 
+@pytest.mark.slow
 def test_a_recompiled_function_is_seen_too(recorder, compiled):
     _, function = compiled
     function(torch.randn(5, 8), torch.randn(8, 8), torch.zeros(4, dtype=torch.float64))
     assert [reason for reason, _ in unsupported(recorder)] == ["compiled_region"]
 
 
+@pytest.mark.slow
 def test_compiling_host_reads_and_running_without_the_hooks_works_as_before(compiled):
     eager, function = compiled
     arguments = torch.randn(4, 8), torch.randn(8, 8), torch.zeros(3)

@@ -79,6 +79,7 @@ def test_what_is_before_a_change_is_aligned_by_what_it_computes() -> None:
     assert found.partner_of_a[99:].tolist() == [-1, 99]  # the one that is too many, and the end
 
 
+@pytest.mark.slow
 def test_ops_that_one_run_logs_in_every_step_hide_nothing_behind_a_change() -> None:
     """They have no partner, however many there are; 20,000 steps take half a second."""
     scaled, logging = chain(20_000), chain(20_000)

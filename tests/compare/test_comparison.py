@@ -385,6 +385,7 @@ def training(made: Made, name: str, order: tuple[int, ...] = (0, 1, 2), **option
     return made(name, program)
 
 
+@pytest.mark.slow
 def test_one_op_for_all_parameters_stands_for_the_ops_for_each(made: Made) -> None:
     """What follows is aligned, and the memory that they wrote last is compared."""
     found = replayfmt.compare(training(made, "loop"), training(made, "all", foreach=True))

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -107,6 +108,7 @@ def _numbers(value: object) -> torch.Tensor:
     return torch.as_tensor(value, dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_no_pair_that_gives_something_else_is_called_equal(tmp_path: Path) -> None:
     equal, named, differing, intact = 0, 0, 0, 0
     for seed in range(PAIRS):

@@ -91,6 +91,7 @@ def test_values_that_the_program_read_are_those_of_the_replay(capture: Callable[
     assert "local_scalar" in str(replayfmt.compare(a, b))
 
 
+@pytest.mark.slow
 def test_parts_of_a_recorded_replay_are_aligned_by_what_they_compute(
     tools: Tools, capture: Callable[..., Path], tmp_path: Path
 ) -> None:

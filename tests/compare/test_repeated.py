@@ -129,6 +129,7 @@ def on_device(x: torch.Tensor) -> torch.Tensor:
 pretended = ""
 
 
+@pytest.mark.slow
 def test_the_device_that_disagrees_with_the_others_is_named(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     path = capture(lambda x: torch.ops.moody.device(x.add(1)).sum().item())
 
@@ -152,6 +153,7 @@ def test_the_device_that_disagrees_with_the_others_is_named(capture: Capture, mo
     assert found("odd:0", "odd:2").outcome == "deterministic"
 
 
+@pytest.mark.slow
 def test_a_replay_that_fails_in_its_process_is_one_clear_error(capture: Capture) -> None:
     with pytest.raises(ReplayFailed, match=r"in a fresh process failed.*streams"):
         repeat(capture(lambda x: x.sum()), 2, processes=True, streams="odd")

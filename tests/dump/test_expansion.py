@@ -185,6 +185,7 @@ def in_python(reader: CaptureReader, write: Callable[..., Iterator[bytes]]) -> I
     return (str(chunk, "utf-8") for chunk in write(reader, Selection(), expander=InPython()))
 
 
+@pytest.mark.slow
 def test_a_long_capture_is_dumped_alike_with_and_without_the_library(long_capture: Path, tmp_path: Path) -> None:
     InCpp()  # builds it, if nothing did
     for flags, write in ((("--format=jsonl",), jsonl_lines), ((), text_lines)):

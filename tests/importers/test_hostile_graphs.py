@@ -100,6 +100,7 @@ def test_a_written_trace_is_not_hostile(tmp_path: Path) -> None:
     assert import_execution_trace(trace.save(tmp_path / "t.json"), tmp_path / "o.opreplay").calls()["exact"] == 1
 
 
+@pytest.mark.slow
 def test_nodes_of_nothing_take_little_memory(tmp_path: Path) -> None:
     count, trace = 20_000, Written()
     x = Traced(10, 20, [4, 4])

@@ -132,6 +132,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_a_replay_that_may_run_code_launches_the_source_as_the_trace_did(tmp_path: Path) -> None:
     how = {"num_warps": 2, "num_stages": 1}
     add = Cache(tmp_path / "add", ADD)

@@ -85,6 +85,7 @@ def test_calls_of_one_pattern_are_tried_once(monkeypatch: pytest.MonkeyPatch) ->
     assert len(tried) == 1
 
 
+@pytest.mark.slow
 def test_an_import_does_without_the_compiler_and_leaves_it_as_it_was(tmp_path: Path) -> None:
     """Importing Dynamo takes longer than importing a trace of some MB. A compiled function calls PyTorch's Python
     kernels uncompiled, before and after."""

@@ -39,6 +39,7 @@ def check(task: Path, *arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", ["captured", "synthesized", "none"])
 def test_the_reference_passes_with_pytorch_alone(inputs: str, exported: Exported) -> None:
     task = exported(kernel="aten::addmm", inputs=inputs)
@@ -70,6 +71,7 @@ def test_calls_with_other_content_are_kept_and_equal_ones_once(tmp_path: Path, e
     assert len(described(exported(path, kernel="aten::sinh"))["workloads"][0]["cases"]) == 2
 
 
+@pytest.mark.slow
 def test_a_benchmark_of_single_ops_gives_the_share_of_measured_time(
     capture: Path, tmp_path: Path, tools: Tools
 ) -> None:
@@ -81,6 +83,7 @@ def test_a_benchmark_of_single_ops_gives_the_share_of_measured_time(
     assert len(shares) == 2 and 0 < sum(shares) < 1
 
 
+@pytest.mark.slow
 def test_a_size_limit_keeps_the_calls_that_take_the_most_time(exported: Exported) -> None:
     found = described(exported(kernel="aten::addmm", limit_bytes=40_000))
     weights = [each["captured_ns"] for each in found["workloads"]]
@@ -90,6 +93,7 @@ def test_a_size_limit_keeps_the_calls_that_take_the_most_time(exported: Exported
     assert "as expected in 4 cases" in check(exported(kernel="aten::addmm", limit_bytes=40_000))
 
 
+@pytest.mark.slow
 def test_aliases_offsets_and_written_arguments_are_those_of_the_program(tmp_path: Path, exported: Exported) -> None:
     path = tmp_path / "views.opreplay"
     with replayfmt.capture(path):
@@ -127,6 +131,7 @@ def test_the_files_have_names_and_shapes_that_other_readers_understand(exported:
     assert header["result.0"]["dtype"] == "F32" and set(read_safetensors(file)) == set(header)
 
 
+@pytest.mark.slow
 def test_a_scope_becomes_one_function_with_a_workload_for_each_distinct_pass(exported: Exported) -> None:
     task = exported(scope="block")
     found = described(task)
@@ -135,6 +140,7 @@ def test_a_scope_becomes_one_function_with_a_workload_for_each_distinct_pass(exp
     assert "as expected" in check(task)
 
 
+@pytest.mark.slow
 def test_a_range_becomes_one_function_and_a_fused_kernel_is_judged(
     exported: Exported, tmp_path: Path, tools: Tools
 ) -> None:
@@ -192,6 +198,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(each for key, item in inner for each in _places(item, (*path, key)))]
 
 
+@pytest.mark.slow
 def test_a_task_with_anything_in_the_place_of_anything_is_read_or_refused_in_one_line(
     tmp_path: Path, exported: Exported, tools: Tools
 ) -> None:

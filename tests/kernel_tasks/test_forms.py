@@ -80,6 +80,7 @@ def test_the_package_of_flashinfer_bench_reads_what_is_written(exported: Exporte
     assert set(found.definitions) == set(definitions(task)) == set(found.workloads) == set(found.solutions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["aten::addmm", "aten::native_layer_norm"])
 def test_a_kernelbench_file_gives_the_captured_outputs_from_the_captured_inputs(
     kernel: str, exported: Exported

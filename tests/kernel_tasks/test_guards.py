@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+import pytest
 import torch
 from in_process import Tools
 
@@ -82,6 +83,7 @@ def test_memory_that_a_replacement_leaves_unwritten_is_nan_with_a_guard(tmp_path
     assert done.code == 1 and "element [2, 0] expected 0, got nan" in done.err
 
 
+@pytest.mark.slow
 def test_kernels_that_use_their_arguments_alone_pass_and_the_replay_goes_on(tmp_path: Path, tools: Tools) -> None:
     def program() -> None:
         x = torch.nn.functional.gelu(torch.addmm(torch.ones(3), torch.ones(4, 2), torch.ones(2, 3)))

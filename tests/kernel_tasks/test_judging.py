@@ -43,6 +43,7 @@ def verdicts(exported: Exported, tmp_path_factory: pytest.TempPathFactory) -> di
     return judged(task, tmp_path_factory.mktemp("cheats"), texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_kernel_that_cheats_is_rejected_for_the_reason_that_it_deserves(
     name: str, verdicts: dict[str, dict[str, Any]]
@@ -52,6 +53,7 @@ def test_a_kernel_that_cheats_is_rejected_for_the_reason_that_it_deserves(
     assert found["text"]
 
 
+@pytest.mark.slow
 def test_a_wrong_element_is_shown_with_its_place_and_both_values(verdicts: dict[str, dict[str, Any]]) -> None:
     found = verdicts["one element is off"]
     worst = found["worst"]
@@ -67,6 +69,7 @@ def test_every_reason_but_the_limits_has_a_kernel_that_shows_it() -> None:
     assert len(CHEATS) >= 25 and sum(map(len, HONEST.values())) >= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", KERNELS)
 def test_honest_kernels_of_other_numerics_are_accepted(task: str, exported: Exported, tmp_path: Path) -> None:
     texts = {name: honest(task, name) for name in HONEST[task]}
@@ -74,6 +77,7 @@ def test_honest_kernels_of_other_numerics_are_accepted(task: str, exported: Expo
     assert {name: each["text"] for name, each in found.items() if each["verdict"] != "accepted"} == {}
 
 
+@pytest.mark.slow
 def test_an_output_that_passes_by_tolerance_alone_is_rejected(exported: Exported, tmp_path: Path) -> None:
     """A difference of large numbers is smaller than what rounding of its inputs explains."""
     import torch
@@ -100,6 +104,7 @@ def test_an_output_that_passes_by_tolerance_alone_is_rejected(exported: Exported
     }
 
 
+@pytest.mark.slow
 def test_variants_find_what_is_right_for_the_captured_values_and_sizes_only(exported: Exported, tmp_path: Path) -> None:
     task = exported(kernel="aten::_softmax")
     texts = {
@@ -124,6 +129,7 @@ def test_variants_find_what_is_right_for_the_captured_values_and_sizes_only(expo
     assert {each["verdict"] for each in without.values()} == {"accepted"}
 
 
+@pytest.mark.slow
 def test_a_guard_page_names_the_argument_and_the_side_that_a_kernel_reads(exported: Exported, tmp_path: Path) -> None:
     look = "import ctypes, torch\n" + ADDMM + "    at = {}.data_ptr() + ({})\n"
     look += f"    seen = ctypes.c_float.from_address(at).value\n    return {RIGHT} + 0.0 * (seen != seen + 1 and 0.0)\n"
@@ -140,6 +146,7 @@ def test_a_guard_page_names_the_argument_and_the_side_that_a_kernel_reads(export
     assert found["before"]["text"].endswith("it touched memory before argument self")
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_right_until_it_is_timed_is_rejected(exported: Exported, tmp_path: Path) -> None:
     texts = {
         "counts its calls": f"import torch\nCALLS, LAST = [0], {{}}\n{ADDMM}    CALLS[0] += 1\n"
@@ -178,6 +185,7 @@ def test_a_kernel_that_is_right_until_it_is_timed_is_rejected(exported: Exported
         ]
 
 
+@pytest.mark.slow
 def test_a_kernel_has_a_limit_of_time_and_of_memory(exported: Exported, tmp_path: Path) -> None:
     texts = {
         "hangs": "import time\n" + ADDMM + "    while True: time.sleep(1)\n",
@@ -191,6 +199,7 @@ def test_a_kernel_has_a_limit_of_time_and_of_memory(exported: Exported, tmp_path
     assert "in the first call of w00.0" in found["hangs"]["text"]
 
 
+@pytest.mark.slow
 def test_accepted_kernels_are_ranked_by_the_whole_workload_and_by_the_replay(
     exported: Exported, capture: Path, tmp_path: Path, tools: Tools
 ) -> None:
@@ -214,6 +223,7 @@ def test_accepted_kernels_are_ranked_by_the_whole_workload_and_by_the_replay(
     assert "REJECTED: uncorrelated" in done.out and "end to end" in done.out
 
 
+@pytest.mark.slow
 def test_the_folder_alone_and_the_tool_give_the_same_verdicts(exported: Exported, tmp_path: Path, tools: Tools) -> None:
     task, folder = exported(kernel="aten::mm"), tmp_path / "c"
     folder.mkdir()
@@ -243,6 +253,7 @@ def test_the_folder_alone_and_the_tool_give_the_same_verdicts(exported: Exported
     assert sorted(verdicts[0].values()) == ["accepted", "accepted", "uncorrelated", "wrong"]
 
 
+@pytest.mark.slow
 def test_what_a_kernel_is_allowed_is_not_held_against_it(exported: Exported, tmp_path: Path, tools: Tools) -> None:
     file = tmp_path / "original.py"
     file.write_text(cheat("calls the original", ""))
@@ -254,6 +265,7 @@ def test_what_a_kernel_is_allowed_is_not_held_against_it(exported: Exported, tmp
     assert wrong.code == 2 and "calls the original" in wrong.err
 
 
+@pytest.mark.slow
 def test_a_kernel_of_several_threads_is_judged_with_other_sizes(exported: Exported, tmp_path: Path) -> None:
     import torch
 
@@ -274,6 +286,7 @@ def test_a_kernel_of_several_threads_is_judged_with_other_sizes(exported: Export
     assert "accepted" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_what_cannot_be_loaded_here_is_told_why(exported: Exported, tmp_path: Path) -> None:
     import torch
 
@@ -295,6 +308,7 @@ def test_flags_of_tasks_and_of_captures_do_not_mix(exported: Exported, capture: 
     assert fused.code == 2 and "tasks of one kernel" in fused.err
 
 
+@pytest.mark.slow
 def test_the_original_itself_is_accepted_where_results_are_views_and_sizes_can_kill_it(
     exported: Exported, tmp_path: Path
 ) -> None:
@@ -314,6 +328,7 @@ def test_the_original_itself_is_accepted_where_results_are_views_and_sizes_can_k
         assert [each["verdict"] for each in found["candidates"]] == ["accepted"], found
 
 
+@pytest.mark.slow
 def test_nothing_is_above_the_roof_without_a_reason(exported: Exported, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(honest("addmm", "split sums"))

@@ -30,6 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return captured(HERE / "models.py", tmp_path_factory.mktemp("models") / "models.opreplay")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen",
     [

@@ -160,6 +160,7 @@ def test_tensors_are_those_that_the_latest_line_names(tmp_path: Path) -> None:
             read_tensors(tmp_path / "tensor.trace")
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("recording-bounds")
 @given(st.lists(st.sampled_from([*EVENTS.splitlines(), *PTXAS.splitlines(), "max memory: 7", "\0\x80"])), st.text())
 def test_any_log_is_read_or_one_error(tmp_path_factory: pytest.TempPathFactory, chosen: list[str], text: str) -> None:

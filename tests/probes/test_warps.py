@@ -78,6 +78,7 @@ def test_warps_that_took_no_time_have_no_rates(tmp_path: Path) -> None:
     assert found["throughput_mean_warps_per_kilocycle"] == found["tail_share"]
 
 
+@pytest.mark.slow
 def test_one_byte_of_a_recordings_head_or_first_record_changed_is_evaluated_or_one_error(tmp_path: Path) -> None:
     """In each of the three forms that a head has."""
     blocks = waves(2, 2, 2, elapsed=100, gap=0)

@@ -68,6 +68,7 @@ def test_reading_a_capture_asks_for_no_pytorch_to_be_installed() -> None:
     assert PROJECT["optional-dependencies"]["torch"] == ["torch>=2.11"]
 
 
+@pytest.mark.slow
 def test_readers_need_nothing_that_is_not_installed_with_them(tmp_path: Path) -> None:
     """Dump, check, trim and report, where nothing but the dependencies and what those need can be imported."""
     allowed, wanted = set(), [re.split(r"[^\w.-]", each)[0] for each in PROJECT["dependencies"]]
@@ -105,6 +106,7 @@ def test_readers_need_nothing_that_is_not_installed_with_them(tmp_path: Path) ->
         assert done.returncode == 0, (tool, done.stderr)
 
 
+@pytest.mark.slow
 def test_the_distributions_name_can_be_imported(tmp_path: Path) -> None:
     script = (
         "import sys, opreplay\n"

@@ -206,6 +206,7 @@ def test_the_summary_names_the_missed_goals_and_counts_reasons(check: ModuleType
 WORKERS = [["-n", "2"]] if importlib.util.find_spec("xdist") else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [[], *WORKERS])
 def test_each_outcome_and_the_traceback_of_a_failure_are_known_before_pytest_ends(
     tmp_path: Path, workers: list[str]
@@ -263,6 +264,7 @@ with telling(names[4]):
 """
 
 
+@pytest.mark.slow
 def test_a_part_says_what_refused_a_replay_and_a_long_one_leaves_time_for_the_next() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)]), "GPU_CHECK_DEVICE": "cpu"}
     done = subprocess.run([sys.executable, "-c", PARTS], capture_output=True, text=True, env=environment)

@@ -12,6 +12,7 @@ class _Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.slow
 def test_a_bar_counts_records_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = _Terminal()
     monkeypatch.setattr(sys, "stderr", screen)

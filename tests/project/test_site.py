@@ -16,6 +16,7 @@ import replayfmt
 from .test_tree import ROOT
 
 
+@pytest.mark.slow
 def test_the_map_is_the_one_that_the_imports_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs/scripts"))
     drawing = importlib.import_module("map")

@@ -73,6 +73,7 @@ def test_every_dependency_is_pinned_for_the_suite() -> None:
     assert pins["torch"] == "2.13.0"
 
 
+@pytest.mark.slow
 def test_json_from_outside_is_read_by_one_parser() -> None:
     """parse_json: Python's own raises RecursionError, too, which readers forget."""
     of_tasks = {"task_cases", "task_calls", "check_script", "judged"}

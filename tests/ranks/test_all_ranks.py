@@ -56,6 +56,7 @@ def copy(job: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_all_ranks_replay_together_bit_for_bit(copy: Path) -> None:
     """With files where two hosts left them, too."""
     out = copy / "out"
@@ -78,6 +79,7 @@ def run_tool(tool: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_what_a_rank_only_sends_is_waited_for_too(job: Path) -> None:
     """In C++, for instance, by DDP, whose rank 0 writes the buffers that it sends right after that."""
     for rank in range(launching.WORLD):
@@ -90,6 +92,7 @@ def findings(folder: Path, world: int = 2) -> str:
     return "\n".join(judge([describe(str(folder / "out"), rank, world) for rank in range(world)]))
 
 
+@pytest.mark.slow
 def test_files_that_do_not_belong_together_are_found_before_the_first_op(copy: Path, tmp_path: Path) -> None:
     out, spare = copy / "out", copy / "spare"
     manifest = json.loads((out / "manifest.json").read_text())  # whoever was captured last wrote it
@@ -116,6 +119,7 @@ def test_files_that_do_not_belong_together_are_found_before_the_first_op(copy: P
     assert "rank1.opreplay" in findings(copy)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_all_of_them(copy: Path) -> None:
     """Its exit code is everyone's. Nobody waits for a rank that fails before its first collective; those that wait for
     a later one say for which collective, and that it failed."""
@@ -133,6 +137,7 @@ def test_a_rank_that_fails_ends_all_of_them(copy: Path) -> None:
 SLEEPS = "[time.sleep(0.05) for _ in iter(lambda: os.path.exists('told'), True)]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("who", "how"),
     [
@@ -169,6 +174,7 @@ out("sum", a * 2)
 """
 
 
+@pytest.mark.slow
 def test_a_job_that_torchrun_starts_again_is_captured_again(tmp_path: Path) -> None:
     """As it would have gone on without a capture, beside what the first start left."""
     # The store outlives a start, and gloo would find the addresses of the earlier one.
@@ -368,6 +374,7 @@ def test_all_ranks_are_measured_together(copy: Path) -> None:
     assert calls.total() >= launches
 
 
+@pytest.mark.slow
 def test_the_ops_of_one_capture_are_shared_out_and_rank_0_has_the_times_of_all(job: Path, tmp_path: Path) -> None:
     flags = ("--per-op", "--roofline", "--peak-flops=1G", "--peak-bandwidth=1G", "--benchmark-min-time=2x")
     flags += ("--collectives=none", "--kernel=aten::*", "--op-limit=5", "--benchmark-out=ops.json")
@@ -409,6 +416,7 @@ def test_what_ranks_say_of_their_times_is_put_together() -> None:
     assert "not measured" in lines(unknown)[-1] and not any("blocked in" in line for line in lines(unknown))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -452,6 +460,7 @@ def test_sequences_that_would_hang_are_refused() -> None:
     assert judge(job_of([one, two, *waits], [two, one, *waits])) == []
 
 
+@pytest.mark.slow
 def test_without_collectives_the_rest_is_timed_and_every_output_says_so(
     job: Path, tmp_path: Path, commands: Path
 ) -> None:

@@ -112,6 +112,7 @@ def said_alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return launching.plain(tmp_path_factory.mktemp("plain"), COLLECTIVES + WAITS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorder", ["native", "python"])
 def test_a_rank_replays_alone_bit_for_bit_and_its_program_computes_what_it_would(
     tmp_path: Path, recorder: str, said_alone: list[str]
@@ -163,12 +164,14 @@ print(rank, "heard", heard, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_thread_that_waits_in_the_store_holds_up_no_collective(tmp_path: Path) -> None:
     assert launching.captured(tmp_path, LISTENING) == ["0 heard ['go']", "1 heard []"]
     runs = {event["run"] for path in files(tmp_path) for event in events_of(open_capture(path)) if event.get("run")}
     assert len(runs) == 1
 
 
+@pytest.mark.slow
 def test_results_are_recorded_once_and_only_the_bytes_that_were_written(tmp_path: Path) -> None:
     """A collective on a part of a storage does not keep the rest; without results, one rank is refused alone."""
     program = "big = torch.zeros(1 << 20)\nfor _ in range(4):\n    dist.all_reduce(big[:64])\nout('sum', big[:64] + 1)"

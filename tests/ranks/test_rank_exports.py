@@ -194,6 +194,7 @@ def ranks_of(folder: Path) -> list[list[Node]]:
     return [trace(folder / "traces" / f"chakra.{rank}.et")[1] for rank in range(launching.WORLD)]
 
 
+@pytest.mark.slow
 def test_a_job_runs_through_a_simulator_and_every_communication_finds_its_partners(job: Path) -> None:
     groups = json.loads((job / "traces" / "comm_groups.json").read_text())
     assert groups == {"1": [0, 1]}
@@ -221,6 +222,7 @@ def above(nodes: list[Node], node: Node) -> set[int]:
     return found
 
 
+@pytest.mark.slow
 def test_dependencies_are_those_of_the_data_and_of_waits(job: Path) -> None:
     nodes = ranks_of(job)[0]
     first = next(node for node in nodes if node.type == COLLECTIVE)
@@ -234,6 +236,7 @@ def test_dependencies_are_those_of_the_data_and_of_waits(job: Path) -> None:
     assert not any("as_strided" in node.name for node in nodes)
 
 
+@pytest.mark.slow
 def test_durations_add_up_and_may_be_measured_ones(job: Path) -> None:
     for nodes in ranks_of(job):
         ops = [node for node in nodes if node.type == COMP]
@@ -275,6 +278,7 @@ def test_streams_events_and_waits_of_the_host_order_work_that_shares_no_memory(
     assert not any(node.attributes["is_cpu_op"] for node in nodes)
 
 
+@pytest.mark.slow
 def test_what_no_simulator_can_run_is_refused_in_one_error(job: Path, tmp_path: Path) -> None:
     alone = export(job, "out/rank0.opreplay", str(tmp_path / "alone"))
     assert alone.returncode == 2 and "is one of 2 ranks" in alone.stderr
@@ -292,6 +296,7 @@ def test_what_no_simulator_can_run_is_refused_in_one_error(job: Path, tmp_path: 
     assert not (tmp_path / "traces").exists()
 
 
+@pytest.mark.slow
 def test_one_timeline_has_all_ranks_and_arrows_between_their_collectives(job: Path) -> None:
     command = ["opreplay-export", "--format=perfetto", "out/", "job.json"]
     done = subprocess.run(command, cwd=job, capture_output=True, text=True, timeout=120)
@@ -312,6 +317,7 @@ def test_one_timeline_has_all_ranks_and_arrows_between_their_collectives(job: Pa
     assert refused.returncode == 2 and "does not go with the folder of all ranks" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_page_compares_the_ranks(job: Path) -> None:
     """Each collective once, with who came last; launches are linked across lanes, and waits have taken their time."""
     contents = make_rank_contents(str(job / "out"), None)

@@ -188,6 +188,7 @@ def _build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ctypes.PyD
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.recorder("native")
 def test_addresses_are_found_added_and_removed_as_in_the_standard_library(build: Callable[..., ctypes.PyDLL]) -> None:
     differences = build(POINTER_MAP).differences

@@ -147,6 +147,7 @@ def test_an_op_that_differs_from_itself_is_named_and_what_follows_from_it_is_com
     assert "close" in [result.verification.mode for result in outcomes]
 
 
+@pytest.mark.slow
 def test_an_op_whose_kernel_reads_memory_that_nothing_wrote_is_named(captured: Captured) -> None:
     CAPTURED_ON.append(False)
     path = captured(in_a_scope(lambda: ops.pivots(torch.ones(100)) * 2))

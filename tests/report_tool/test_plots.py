@@ -56,6 +56,7 @@ def plots(measured: Measured) -> dict[str, Plot]:
     return {each.picture.name: each for each in found}
 
 
+@pytest.mark.slow
 def test_each_picture_of_the_page_is_an_svg_and_a_png_and_what_has_none_is_said(
     measured: Measured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +103,7 @@ def test_without_matplotlib_there_is_one_error_and_no_file(
     assert "matplotlib" in line and "opreplay[report]" in line and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_made_leaves_nothing(
     measured: Measured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -173,6 +173,7 @@ def test_a_run_that_is_damaged_or_of_another_capture_is_one_error_and_no_page(
     assert line.startswith(f"INVALID_ARGUMENT: --probes={run}: ") and re.search(error, line) and not out.exists()
 
 
+@pytest.mark.slow
 def test_the_page_and_the_pictures_are_written_with_probes(capture: Path, run: Path, tmp_path: Path) -> None:
     out = tmp_path / "x.html"
     assert tool("report", f"--probes={run}", f"--plots={tmp_path / 'p'}", "-o", out, capture) == 0

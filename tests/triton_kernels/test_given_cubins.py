@@ -105,6 +105,7 @@ def test_devices_that_a_cubin_runs_on() -> None:
         assert {each for each in (75, 80, 86, 89, 90, 100) if not cubin.mismatch(each)} == fitting
 
 
+@pytest.mark.slow
 def test_any_part_of_a_cubin_is_a_cubin_or_an_error(found: dict[str, Any]) -> None:
     content = bytes.fromhex(found["cubins"]["twofold"])
     assert Cubin.read(content).kernels["twofold"].parameter_bytes == (8, 4, 8, 8)
