@@ -42,9 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(folder: Path, tool: str, *arguments: str, deadly: bool) -> subprocess.CompletedProcess[str]:
+def _run(commands: Path, folder: Path, tool: str, *arguments: str, deadly: bool) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [Path(sys.executable).with_name(f"opreplay-{tool}"), "--allow-import=deadly_operators", *arguments],
+        [commands / f"opreplay-{tool}", "--allow-import=deadly_operators", *arguments],
         cwd=folder,
         env={"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", **({"DEADLY": "1"} if deadly else {})},
         capture_output=True,
@@ -65,9 +65,9 @@ def _run(folder: Path, tool: str, *arguments: str, deadly: bool) -> subprocess.C
     ],
 )
 def test_the_death_of_a_replay_is_a_failure_with_the_ops_name(
-    folder: Path, number: int, name: str, arguments: tuple[str, ...]
+    folder: Path, commands: Path, number: int, name: str, arguments: tuple[str, ...]
 ) -> None:
-    done = _run(folder, arguments[0], "--isolate", *arguments[1:], f"{number}.opreplay", deadly=True)
+    done = _run(commands, folder, arguments[0], "--isolate", *arguments[1:], f"{number}.opreplay", deadly=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done
     (line,) = [line for line in done.stderr.splitlines() if "was killed by" in line]
     assert line.startswith(f"FAILED_PRECONDITION: {number}.opreplay: the worker process was killed by {name}"), line
@@ -79,21 +79,22 @@ def test_the_death_of_a_replay_is_a_failure_with_the_ops_name(
 
 @pytest.mark.slow
 def test_without_it_the_process_ends_as_it_does(folder: Path) -> None:
-    assert _run(folder, "run", "11.opreplay", deadly=True).returncode == -11
+    own = Path(sys.executable).parent
+    assert _run(own, folder, "run", "11.opreplay", deadly=True).returncode == -11
 
 
 @pytest.mark.guarantee("isolate")
 @pytest.mark.slow
 def test_a_replay_that_lives_prints_and_exits_as_without(
-    folder: Path, tools: Tools, monkeypatch: pytest.MonkeyPatch
+    folder: Path, commands: Path, tools: Tools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = _run(folder, "run", "--format=jsonl", "11.opreplay", deadly=False)
-    apart = _run(folder, "run", "--isolate", "--format=jsonl", "11.opreplay", deadly=False)
+    plain = _run(commands, folder, "run", "--format=jsonl", "11.opreplay", deadly=False)
+    apart = _run(commands, folder, "run", "--isolate", "--format=jsonl", "11.opreplay", deadly=False)
     assert plain.returncode == apart.returncode == 0
     assert len(plain.stdout.splitlines()) == len(apart.stdout.splitlines()) >= 1 and plain.stderr == apart.stderr
     monkeypatch.chdir(folder)
     for arguments, code in ((("nowhere.opreplay",), 3), (("--verify=what", "11.opreplay"), 2)):
-        done = _run(folder, "run", "--isolate", *arguments, deadly=False)
+        done = _run(commands, folder, "run", "--isolate", *arguments, deadly=False)
         assert done.returncode == code and done.stderr == tools("run", *arguments).err
 
 
