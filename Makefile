@@ -45,7 +45,7 @@ help:
 	@echo 'make gpu     check OpReplay on your GPU in under eight minutes (docs/devices.md); DEVICE=cpu tries the check itself'
 	@echo 'make wheel   a wheel that carries the recorder in C++ built, for machines without a compiler (docs/recorders.md)'
 	@echo 'make picture run the demo and keep docs/memory.svg, which README.md shows'
-	@echo 'make lint    ruff and mypy'
+	@echo 'make lint    ruff, mypy and clang-format'
 	@echo 'make docs    the documents as a site, in build/site'
 	@echo 'make map     draw docs/map.svg, the layers of the packages, from their imports'
 
@@ -187,3 +187,4 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror replayfmt/native/*.{h,cpp} tests/accelerator/*.cpp benchmarks/*.cpp

@@ -2,9 +2,9 @@
 // replayfmt/pytorch/tensors/digests.py computes, in one pass instead of five. And the hashes of the chunks of long
 // content (long_content.py there).
 //
-// Elements are taken in blocks of the same length as there. A block's sums are added up in the order in which NumPy adds
-// contiguous doubles: halves of halves, down to runs of at most 128 elements in eight interleaved sums. No product and
-// sum may be contracted into one operation (building.py forbids it to the compiler).
+// Elements are taken in blocks of the same length as there. A block's sums are added up in the order in which NumPy
+// adds contiguous doubles: halves of halves, down to runs of at most 128 elements in eight interleaved sums. No product
+// and sum may be contracted into one operation (building.py forbids it to the compiler).
 //
 // Helper threads are started and joined within one call, with all signals blocked, and touch nothing of Python or
 // PyTorch. So a forked child never waits for one. No function takes the interpreter's lock.
@@ -77,8 +77,8 @@ struct Plain {
   template <int width>
   static INLINE Vector<double, width> load(const void* data, int64_t at) {
     if constexpr (sizeof(T) < 4) {
-      return __builtin_convertvector(
-          __builtin_convertvector((read<T, width>(data, at)), Vector<int32_t, width>), Vector<double, width>);
+      return __builtin_convertvector(__builtin_convertvector((read<T, width>(data, at)), Vector<int32_t, width>),
+                                     Vector<double, width>);
     } else {
       return __builtin_convertvector((read<T, width>(data, at)), Vector<double, width>);
     }
@@ -355,19 +355,32 @@ bool flushes() { return true; }  // unknown: nothing is computed here
 // By kind of element: its letter in pytorch/tensors/digests.py.
 BlockOf block_function(char kind) {
   switch (kind) {
-    case 'd': return best<Plain<double>>();
-    case 'f': return best<Plain<float>>();
-    case 'e': return best<Float16>();
-    case 'g': return best<BFloat16>();
-    case 'b': return best<Plain<int8_t>>();
-    case 'B': return best<Plain<uint8_t>>();
-    case 'h': return best<Plain<int16_t>>();
-    case 'H': return best<Plain<uint16_t>>();
-    case 'i': return best<Plain<int32_t>>();
-    case 'I': return best<Plain<uint32_t>>();
-    case 'q': return best<Plain<int64_t>>();
-    case 'Q': return best<Plain<uint64_t>>();
-    default: return nullptr;
+    case 'd':
+      return best<Plain<double>>();
+    case 'f':
+      return best<Plain<float>>();
+    case 'e':
+      return best<Float16>();
+    case 'g':
+      return best<BFloat16>();
+    case 'b':
+      return best<Plain<int8_t>>();
+    case 'B':
+      return best<Plain<uint8_t>>();
+    case 'h':
+      return best<Plain<int16_t>>();
+    case 'H':
+      return best<Plain<uint16_t>>();
+    case 'i':
+      return best<Plain<int32_t>>();
+    case 'I':
+      return best<Plain<uint32_t>>();
+    case 'q':
+      return best<Plain<int64_t>>();
+    case 'Q':
+      return best<Plain<uint64_t>>();
+    default:
+      return nullptr;
   }
 }
 
@@ -483,7 +496,8 @@ __attribute__((visibility("default"))) int64_t opreplay_statistics(OpReplayStati
   };
   try {
     if (threads <= 1) {
-      for (int64_t number = 0; number < blocks && take(number, block_of(data, number * kBlock, length(number), false));) {
+      for (int64_t number = 0;
+           number < blocks && take(number, block_of(data, number * kBlock, length(number), false));) {
         number++;
       }
       return done;

@@ -1,8 +1,8 @@
 // Work that no dispatcher calls: compiled regions that are noted as a whole, or the kernels and allocations of their
 // generated code. And the keys that a thread is given around it.
 //
-// What is new about it takes the complete path, in Python (recording/undispatched.py, recording/inductor.py); calls like
-// one that took it are recorded here. All of it is called with the interpreter's lock.
+// What is new about it takes the complete path, in Python (recording/undispatched.py, recording/inductor.py); calls
+// like one that took it are recorded here. All of it is called with the interpreter's lock.
 
 #pragma once
 
@@ -26,17 +26,16 @@ template <typename Callee, PyObject* (*call)(Callee&, PyObject* const*, Py_ssize
 py::object callable(std::unique_ptr<Callee> callee, const char* name) {
   static PyMethodDef definition = {
       name,
-      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(+[](PyObject* self, PyObject* const* given,
-                                                                Py_ssize_t count) -> PyObject* {
-        HANDLE_TH_ERRORS
-        return call(*static_cast<Callee*>(PyCapsule_GetPointer(self, nullptr)), given, count);
-        END_HANDLE_TH_ERRORS
-      })),
+      reinterpret_cast<PyCFunction>(
+          reinterpret_cast<void*>(+[](PyObject* self, PyObject* const* given, Py_ssize_t count) -> PyObject* {
+            HANDLE_TH_ERRORS
+            return call(*static_cast<Callee*>(PyCapsule_GetPointer(self, nullptr)), given, count);
+            END_HANDLE_TH_ERRORS
+          })),
       METH_FASTCALL, nullptr};
-  const auto capsule = py::reinterpret_steal<py::object>(
-      PyCapsule_New(callee.release(), nullptr, [](PyObject* self) {
-        delete static_cast<Callee*>(PyCapsule_GetPointer(self, nullptr));
-      }));
+  const auto capsule = py::reinterpret_steal<py::object>(PyCapsule_New(callee.release(), nullptr, [](PyObject* self) {
+    delete static_cast<Callee*>(PyCapsule_GetPointer(self, nullptr));
+  }));
   return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, capsule.ptr()));
 }
 
@@ -66,7 +65,7 @@ inline c10::StorageImpl* storage_impl(const at::Tensor& tensor) {
 // A compiled region, after its first call: what is recorded of each further one is the same.
 struct NotedRegion {
   std::shared_ptr<Session> session;
-  int64_t signature;                        // of its unsupported record
+  int64_t signature;                          // of its unsupported record
   std::optional<std::vector<size_t>> writes;  // the arguments that it may write, by index in its list; none: any
   py::object mark;  // (tensor) -> whether nothing more need be said of its storage until it is used; it may be written
 };
@@ -133,9 +132,9 @@ class Covered {
   void (*leave_)();
 };
 
-// Given (the function that runs a region, the region, its arguments as a tuple): its results, with a record of the call;
-// NotImplemented, and nothing was done, where the complete path has to look. What it may write counts as written unseen,
-// as there; what it hands through unchanged does not.
+// Given (the function that runs a region, the region, its arguments as a tuple): its results, with a record of the
+// call; NotImplemented, and nothing was done, where the complete path has to look. What it may write counts as written
+// unseen, as there; what it hands through unchanged does not.
 inline PyObject* call_noted(NotedRegion& region, PyObject* const* given, Py_ssize_t) {
   Session& session = *region.session;
   const std::shared_ptr<Capture> capture = capture_seeing(session);
@@ -186,15 +185,14 @@ inline PyObject* call_noted(NotedRegion& region, PyObject* const* given, Py_ssiz
       values[1] = list;
       results = checked(PyObject_Vectorcall(given[0], values, 2, nullptr));
     } else {
-      const auto all = py::reinterpret_steal<py::object>(PySequence_Concat(
-          py::make_tuple(py::reinterpret_borrow<py::object>(given[1])).ptr(), arguments));
+      const auto all = py::reinterpret_steal<py::object>(
+          PySequence_Concat(py::make_tuple(py::reinterpret_borrow<py::object>(given[1])).ptr(), arguments));
       results = checked(PyObject_Call(given[0], all.ptr(), nullptr));
     }
   }
   const auto is_handed_through = [&](c10::StorageImpl* impl) {
-    return std::any_of(tensors.begin(), tensors.end(), [impl](const GivenTensor& each) {
-      return each.storage == impl && !each.tensor.expired();
-    });
+    return std::any_of(tensors.begin(), tensors.end(),
+                       [impl](const GivenTensor& each) { return each.storage == impl && !each.tensor.expired(); });
   };
   const bool all_seen = visit_tensors(results.ptr(), [&](PyObject* tensor) {
     return is_handed_through(storage_impl(THPVariable_Unpack(tensor))) || mark(tensor);
@@ -220,9 +218,9 @@ struct GeneratedKernel {
 // What stands in the place of a function among a generated module's globals.
 struct GeneratedCall {
   std::shared_ptr<GeneratedKernel> of;
-  py::object kernel;    // as Python's complete path knows it
-  py::object original;  // what generated code would call
-  py::object complete;  // Python's complete path, called with the same arguments
+  py::object kernel;                  // as Python's complete path knows it
+  py::object original;                // what generated code would call
+  py::object complete;                // Python's complete path, called with the same arguments
   c10::DeviceType device = at::kCPU;  // where a function allocates
   bool pinned = false;
 };
@@ -332,8 +330,8 @@ struct KeyGuard {
   py::object original;  // (included, excluded): gives the calling thread these sets
 };
 
-// Gives the calling thread such sets, in each of them the recorder's key as the thread has it now. Compiled code does so
-// at each call: a function of Python here would go through Dynamo.
+// Gives the calling thread such sets, in each of them the recorder's key as the thread has it now. Compiled code does
+// so at each call: a function of Python here would go through Dynamo.
 inline PyObject* guard_keys(KeyGuard& guard, PyObject* const* given, Py_ssize_t count) {
   const auto with_own = [](py::handle keys, bool there) -> py::object {
     if (!py::isinstance<c10::DispatchKeySet>(keys)) {
@@ -360,13 +358,14 @@ inline py::object key_guard(py::object original) {
 
 inline py::object noted_region(std::shared_ptr<Session> session, int64_t signature,
                                std::optional<std::vector<size_t>> writes, py::object mark) {
-  auto made = std::make_unique<NotedRegion>(
-      NotedRegion{std::move(session), signature, std::move(writes), std::move(mark)});
+  auto made =
+      std::make_unique<NotedRegion>(NotedRegion{std::move(session), signature, std::move(writes), std::move(mark)});
   return callable<NotedRegion, call_noted>(std::move(made), "noted_region");
 }
 
-// A kernel of generated code, described by its schema, the settings that it may depend on, and which of its arguments it
-// reads (None: unless generated code has just allocated their memory, which it does not read before it has written it).
+// A kernel of generated code, described by its schema, the settings that it may depend on, and which of its arguments
+// it reads (None: unless generated code has just allocated their memory, which it does not read before it has written
+// it).
 inline std::shared_ptr<GeneratedKernel> generated_kernel(std::shared_ptr<Session> session, const std::string& schema,
                                                          std::vector<size_t> writes, std::vector<size_t> watches,
                                                          const std::vector<std::optional<bool>>& reads) {
@@ -386,8 +385,8 @@ inline std::shared_ptr<GeneratedKernel> generated_kernel(std::shared_ptr<Session
 
 // Remember the signature that Python gave a call.
 inline void learn_kernel(const GeneratedKernel& of, const py::tuple& given, int64_t signature) {
-  const auto values = values_of(of, reinterpret_cast<PyTupleObject*>(given.ptr())->ob_item,
-                                static_cast<Py_ssize_t>(given.size()));
+  const auto values =
+      values_of(of, reinterpret_cast<PyTupleObject*>(given.ptr())->ob_item, static_cast<Py_ssize_t>(given.size()));
   std::lock_guard<std::mutex> lock(of.session->mutex);
   HotCall made(*of.session, of.known, true);
   if (values && made.take_all(*values)) {
@@ -410,7 +409,8 @@ inline py::object allocator(std::shared_ptr<Session> session, py::object kernel,
     return py::none();
   }
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::empty_strided", "");
-  auto of = std::make_shared<GeneratedKernel>(GeneratedKernel{session, op.schema(), described(op, op.schema(), *capture)});
+  auto of =
+      std::make_shared<GeneratedKernel>(GeneratedKernel{session, op.schema(), described(op, op.schema(), *capture)});
   of->known.generated = true;
   auto made = std::make_unique<GeneratedCall>(GeneratedCall{std::move(of), std::move(kernel), std::move(original),
                                                             std::move(complete), at::Device(device).type(), pinned});

@@ -63,7 +63,8 @@ class ContentHash {
       }
     }
   }
-  // Both halves of each word are multiplied, and the neighbouring word is added: none counts for nothing where one is 0.
+  // Both halves of each word are multiplied, and the neighbouring word is added: none counts for nothing where one is
+  // 0.
   void add_one(const unsigned char* stripe, size_t number) {
     uint64_t words[kLanes];
     std::memcpy(words, stripe, kStripe);

@@ -1,5 +1,5 @@
-// Records calls that hold nothing new, without Python: operators of PyTorch's own on plain strided tensors whose metadata,
-// storages and signature the capture knows. Anything else takes the complete path.
+// Records calls that hold nothing new, without Python: operators of PyTorch's own on plain strided tensors whose
+// metadata, storages and signature the capture knows. Anything else takes the complete path.
 
 #pragma once
 
@@ -22,10 +22,12 @@ inline bool is_plain(const at::Tensor& tensor) {
          !(tensor.is_meta() && tensor.storage().sym_nbytes().is_symbolic());
 }
 
-// One call, from its arguments to its record, with the session's mutex held. Values come as a stack has them, or as C++ does.
+// One call, from its arguments to its record, with the session's mutex held. Values come as a stack has them, or as C++
+// does.
 class HotCall {
  public:
-  // `has_run`: on the complete path. It is not asked whether others wrote what it uses, nor whether Python looks after that.
+  // `has_run`: on the complete path. It is not asked whether others wrote what it uses, nor whether Python looks after
+  // that.
   HotCall(Session& session, const Operator& op, bool has_run = false) : session_(session), op_(op), has_run_(has_run) {
     take_token(op.number);
     take_token(0);  // number of positional arguments
@@ -66,8 +68,8 @@ class HotCall {
     return std::all_of(values.begin(), values.end(), [this](const c10::IValue& value) { return take(value); });
   }
 
-  // Whether a call that draws random numbers is known as a whole, before it runs: it returns tensors, and the generator is
-  // as it would be in a replay.
+  // Whether a call that draws random numbers is known as a whole, before it runs: it returns tensors, and the generator
+  // is as it would be in a replay.
   bool draws_as_told() {
     const size_t given = encoded_.key.size();
     encoded_.key.push_back(kResults);
@@ -130,13 +132,15 @@ class HotCall {
     return known_signature();
   }
 
-  // Arguments on storages that the capture does not know. Not as tensors: one more reference may need the interpreter's lock.
+  // Arguments on storages that the capture does not know. Not as tensors: one more reference may need the interpreter's
+  // lock.
   const std::vector<c10::TensorImpl*>& unregistered() const { return unregistered_; }
 
   // Append the record, and what is new.
   void record(int64_t signature, int64_t context, int64_t started_ns, int64_t ended_ns) {
     const int64_t head[] = {signature, context, started_ns - session_.began_ns, ended_ns - started_ns};
-    int64_t* row = session_.rows.grow(4 + tensors_.size() + results_.size() + encoded_.ints.size() + encoded_.floats.size());
+    int64_t* row =
+        session_.rows.grow(4 + tensors_.size() + results_.size() + encoded_.ints.size() + encoded_.floats.size());
     row = std::copy(std::begin(head), std::end(head), row);
     row = std::copy(tensors_.begin(), tensors_.end(), row);
     row = std::transform(results_.begin(), results_.end(), row, [this](const Made& made) { return number_of(made); });
@@ -206,7 +210,7 @@ class HotCall {
     Storage* storage;  // none: it is new
     const Metas::value_type* meta;
     int64_t offset;
-    int64_t seen;      // as this tensor; 0: not yet
+    int64_t seen;  // as this tensor; 0: not yet
   };
   struct Place {
     size_t key, ints, floats;
@@ -222,7 +226,8 @@ class HotCall {
   bool encodes(const Encoded& value, size_t key, const Place& begin) const {
     return std::equal(encoded_.key.begin() + key, encoded_.key.end(), value.key.begin(), value.key.end()) &&
            std::equal(encoded_.ints.begin() + begin.ints, encoded_.ints.end(), value.ints.begin(), value.ints.end()) &&
-           std::equal(encoded_.floats.begin() + begin.floats, encoded_.floats.end(), value.floats.begin(), value.floats.end());
+           std::equal(encoded_.floats.begin() + begin.floats, encoded_.floats.end(), value.floats.begin(),
+                      value.floats.end());
   }
 
   int64_t known_signature() {
@@ -268,7 +273,8 @@ class HotCall {
     }
   }
 
-  // ---------------------------------------------------------------------------------------------- values as C++ has them
+  // ---------------------------------------------------------------------------------------------- values as C++ has
+  // them
 
   bool take_value(size_t index, const at::Tensor& tensor) {
     if (!tensor.defined()) {
@@ -308,9 +314,9 @@ class HotCall {
     used_.push_back(impl);
     on_host_ = on_host_ && tensor.is_cpu();
     if (index == 0) {
-      is_one_kernel_ = is_one_kernel_ || std::any_of(op_.backends.begin(), op_.backends.end(), [&](c10::DispatchKey backend) {
-                         return tensor.key_set().has(backend);
-                       });
+      is_one_kernel_ =
+          is_one_kernel_ || std::any_of(op_.backends.begin(), op_.backends.end(),
+                                        [&](c10::DispatchKey backend) { return tensor.key_set().has(backend); });
     }
     if (written && is_out(index) && storage->bytes == 0) {
       return false;  // it will be resized
@@ -349,10 +355,14 @@ class HotCall {
   }
   bool take_value(size_t index, const at::Scalar& value) {
     switch (value.isSymbolic() ? at::kComplexDouble : value.type()) {
-      case at::kBool: return take_value(index, value.toBool());
-      case at::kLong: return take_value(index, value.toLong());
-      case at::kDouble: return take_value(index, value.toDouble());
-      default: return false;
+      case at::kBool:
+        return take_value(index, value.toBool());
+      case at::kLong:
+        return take_value(index, value.toLong());
+      case at::kDouble:
+        return take_value(index, value.toDouble());
+      default:
+        return false;
     }
   }
   bool take_value(size_t, at::ScalarType value) { return take_constant(kDtype, static_cast<int64_t>(value)); }
@@ -405,7 +415,8 @@ class HotCall {
            static_cast<int64_t>(tensor.nbytes()) == storage.bytes;
   }
 
-  // Whether the tensors that a kernel of generated code writes are all of a storage, so that it reads what it has written.
+  // Whether the tensors that a kernel of generated code writes are all of a storage, so that it reads what it has
+  // written.
   bool is_completed(const c10::StorageImpl& storage) const {
     c10::SmallVector<std::pair<size_t, size_t>, 4> written;  // its first byte, and the one after its last
     for (const size_t index : op_.writes) {
@@ -433,8 +444,8 @@ class HotCall {
     if (value.isInt() && op_.integers[index] != kInt) {
       return op_.integers[index] != kOther && take_constant(op_.integers[index], value.toInt());
     }
-    return value.isTensor()       ? take_value(index, value.toTensor())
-           : value.isIntList()    ? op_.integers[index] == kInt && take_value(index, at::IntArrayRef(value.toIntVector()))
+    return value.isTensor()    ? take_value(index, value.toTensor())
+           : value.isIntList() ? op_.integers[index] == kInt && take_value(index, at::IntArrayRef(value.toIntVector()))
            : value.isDoubleList() ? take_value(index, at::ArrayRef<double>(value.toDoubleVector()))
            : value.isBoolList()   ? take_list(value.toBoolList(), [&](bool item) { return take_value(index, item); })
            : value.isTensorList() || value.isOptionalTensorList()
@@ -469,24 +480,28 @@ class HotCall {
       return false;
     }
     switch (tensor.scalar_type()) {
-      case at::kDouble: return take_value(0, *tensor.const_data_ptr<double>());
-      case at::kLong: return take_value(0, *tensor.const_data_ptr<int64_t>());
-      case at::kBool: return take_value(0, *tensor.const_data_ptr<bool>());
-      default: return false;
+      case at::kDouble:
+        return take_value(0, *tensor.const_data_ptr<double>());
+      case at::kLong:
+        return take_value(0, *tensor.const_data_ptr<int64_t>());
+      case at::kBool:
+        return take_value(0, *tensor.const_data_ptr<bool>());
+      default:
+        return false;
     }
   }
 
   Session& session_;
   const Operator& op_;
   const bool has_run_;
-  size_t next_ = 0;           // index of the next argument
-  Place end_;                 // of the positional arguments that are not left out
+  size_t next_ = 0;  // index of the next argument
+  Place end_;        // of the positional arguments that are not left out
   bool has_results_ = false;
   bool writes_for_python_ = false;
   bool on_host_ = true;  // no argument is on, or names, a device
   bool is_one_kernel_ = op_.backends.empty();
   Encoded encoded_;
-  c10::ArrayRef<c10::IValue> given_;   // of a kernel of generated code
+  c10::ArrayRef<c10::IValue> given_;  // of a kernel of generated code
   std::vector<c10::TensorImpl*> unregistered_;
   c10::SmallVector<const c10::StorageImpl*, 16> used_;
   c10::SmallVector<int64_t, 16> tensors_;

@@ -30,7 +30,7 @@ struct Capture {
   std::shared_ptr<Session> session;
   uint64_t number = 0;  // no other capture of this process has it
 };
-inline std::shared_ptr<Capture> current;        // read and written with the interpreter's lock
+inline std::shared_ptr<Capture> current;         // read and written with the interpreter's lock
 inline std::atomic<uint64_t> current_number{0};  // of the capture in progress; 0: there is none
 inline std::atomic<Watch*> watch{nullptr};       // on threads, where there is one
 
@@ -59,11 +59,11 @@ inline int64_t now_ns() {  // the clock of time.perf_counter_ns
       .count();
 }
 
-// Calls Python around an operator; where that raises (a signal handler does), what the operator may have written is noted.
-// `arguments`: those that `begun` does not have.
+// Calls Python around an operator; where that raises (a signal handler does), what the operator may have written is
+// noted. `arguments`: those that `begun` does not have.
 template <typename Arguments, typename... Values>
-py::object around(const Capture& of, PyObject* function, py::handle begun, const Arguments& arguments, py::handle result,
-                  const Values&... values) {
+py::object around(const Capture& of, PyObject* function, py::handle begun, const Arguments& arguments,
+                  py::handle result, const Values&... values) {
   try {
     return call(function, values...);
   } catch (const python_error&) {
@@ -120,8 +120,8 @@ inline const Operator& described(const OperatorHandle& op, const FunctionSchema&
   return *known.found;
 }
 
-// Where the number of the calling thread and the scope that it is in stands; none where calls may not be recorded here any
-// more. Python numbers a thread at its first call.
+// Where the number of the calling thread and the scope that it is in stands; none where calls may not be recorded here
+// any more. Python numbers a thread at its first call.
 inline const std::atomic<int64_t>* find_context(const Capture& capture) {
   Session& of = *capture.session;
   const std::atomic<int64_t>& context = of.contexts.of_this_thread(of.mutex);
@@ -133,8 +133,8 @@ inline const std::atomic<int64_t>* find_context(const Capture& capture) {
 }
 
 // Remember which signature Python gave a call, where calls like it can be recorded here.
-inline void learn(Session& of, const Operator& known, c10::ArrayRef<c10::IValue> arguments, c10::ArrayRef<c10::IValue> results,
-           py::handle signature) {
+inline void learn(Session& of, const Operator& known, c10::ArrayRef<c10::IValue> arguments,
+                  c10::ArrayRef<c10::IValue> results, py::handle signature) {
   Watch::after_news(watch);
   if (signature.is_none()) {
     return;
@@ -182,7 +182,8 @@ class HotRun {
         return false;
       }
     }
-    if (!is_as_begun() || !call_.is_one_kernel() || (known_.draws && !(session_.turns.is_free() && call_.draws_as_told()))) {
+    if (!is_as_begun() || !call_.is_one_kernel() ||
+        (known_.draws && !(session_.turns.is_free() && call_.draws_as_told()))) {
       return false;
     }
     if (known_.draws) {
@@ -261,7 +262,12 @@ class HotRun {
       : HotRun(capture, described(op, schema, capture), schema, &op, py::handle()) {}
   HotRun(const Capture& capture, const Operator& known, const FunctionSchema& schema, const OperatorHandle* op,
          py::handle kernel)
-      : capture_(capture), session_(*capture.session), known_(known), schema_(schema), op_(op), kernel_(kernel),
+      : capture_(capture),
+        session_(*capture.session),
+        known_(known),
+        schema_(schema),
+        op_(op),
+        kernel_(kernel),
         call_(session_, known_) {}
 
   // Python tells of the storages that it uses for the first time.
@@ -269,7 +275,8 @@ class HotRun {
     py::gil_scoped_acquire lock;
     py::list tensors;
     for (c10::TensorImpl* impl : call_.unregistered()) {
-      tensors.append(own_view(at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl))));
+      tensors.append(
+          own_view(at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl))));
     }
     call(capture_.functions.register_storages, tensors);
   }

@@ -21,7 +21,8 @@ struct Looks {
   Looks(at::ScalarType dtype, const at::Device& device, at::IntArrayRef of_sizes, at::IntArrayRef of_strides)
       : kind((static_cast<int64_t>(dtype) << 32) | (static_cast<int64_t>(device.type()) << 16) |
              static_cast<uint8_t>(device.index())),
-        sizes(of_sizes), strides(of_strides) {}
+        sizes(of_sizes),
+        strides(of_strides) {}
   Words words() const {
     Words all{kind};
     all.insert(all.end(), sizes.begin(), sizes.end());

@@ -20,8 +20,23 @@ namespace opreplay {
 using Key = c10::SmallVector<int64_t, 64>;  // long enough for nearly all, without memory of its own
 
 // Tokens of a signature's key. What a signature holds besides (constants in its nodes) follows the token.
-enum Token : int64_t { kOther, kTensor, kNone, kFalse, kTrue, kInt, kFloat, kList, kDtype, kLayout, kMemoryFormat, kDevice,
-                       kText, kUndefined, kResults };
+enum Token : int64_t {
+  kOther,
+  kTensor,
+  kNone,
+  kFalse,
+  kTrue,
+  kInt,
+  kFloat,
+  kList,
+  kDtype,
+  kLayout,
+  kMemoryFormat,
+  kDevice,
+  kText,
+  kUndefined,
+  kResults
+};
 
 // What a signature's key, and the slots of a row, have of values.
 struct Encoded {
@@ -34,27 +49,28 @@ struct Encoded {
 enum class Reads : uint8_t { no, yes };
 
 struct Operator {
-  std::string schema;                // as text
-  bool plain = false;  // Python says that its calls may be recorded here
-  std::vector<Token> integers;  // what an integer on a stack is, of each argument
+  std::string schema;                                    // as text
+  bool plain = false;                                    // Python says that its calls may be recorded here
+  std::vector<Token> integers;                           // what an integer on a stack is, of each argument
   std::vector<std::shared_ptr<const Encoded>> defaults;  // of arguments, where they have one that can be told here
-  size_t keywords = 0;               // index of the first keyword-only argument
-  std::vector<size_t> writes;        // indices of the arguments that it writes
-  std::vector<size_t> watches;       // the settings that it depends on, by number
-  std::optional<size_t> dropout;     // index of the argument without which it draws no random numbers
-  bool takes_numbers = false;        // also where its schema says tensors
-  bool fills = false;                // it writes all of its first argument, and reads nothing of it
-  bool empty = false;                // it returns memory that nothing was written to
-  bool draws = false;                // it draws random numbers
+  size_t keywords = 0;                                   // index of the first keyword-only argument
+  std::vector<size_t> writes;                            // indices of the arguments that it writes
+  std::vector<size_t> watches;                           // the settings that it depends on, by number
+  std::optional<size_t> dropout;  // index of the argument without which it draws no random numbers
+  bool takes_numbers = false;     // also where its schema says tensors
+  bool fills = false;             // it writes all of its first argument, and reads nothing of it
+  bool empty = false;             // it returns memory that nothing was written to
+  bool draws = false;             // it draws random numbers
   size_t results = 0;
   std::vector<c10::DispatchKey> backends;  // where it is one kernel, and a composite elsewhere; none: everywhere
-  std::vector<Reads> reads;          // of each argument, of a kernel of generated code
-  bool generated = false;            // it allocates for generated code
-  int64_t number = 0;                // tells operators apart in keys
+  std::vector<Reads> reads;                // of each argument, of a kernel of generated code
+  bool generated = false;                  // it allocates for generated code
+  int64_t number = 0;                      // tells operators apart in keys
   mutable const Signatures::value_type* newest = nullptr;  // of its signatures, the one found last
 };
 
-// How many operators were taken out of the dispatcher, as where a library is destroyed. Another one may get their memory.
+// How many operators were taken out of the dispatcher, as where a library is destroyed. Another one may get their
+// memory.
 inline std::atomic<uint64_t> operators_gone{0};
 
 inline void count_operators_gone() {
@@ -103,14 +119,20 @@ class Operators {
 inline Token integer_of(const c10::TypePtr& type) {
   switch (type->kind()) {
     case c10::TypeKind::OptionalType:
-    case c10::TypeKind::ListType: return integer_of(type->containedType(0));
+    case c10::TypeKind::ListType:
+      return integer_of(type->containedType(0));
     case c10::TypeKind::NumberType:
     case c10::TypeKind::IntType:
-    case c10::TypeKind::SymIntType: return kInt;
-    case c10::TypeKind::ScalarTypeType: return kDtype;
-    case c10::TypeKind::LayoutType: return kLayout;
-    case c10::TypeKind::MemoryFormatType: return kMemoryFormat;
-    default: return kOther;
+    case c10::TypeKind::SymIntType:
+      return kInt;
+    case c10::TypeKind::ScalarTypeType:
+      return kDtype;
+    case c10::TypeKind::LayoutType:
+      return kLayout;
+    case c10::TypeKind::MemoryFormatType:
+      return kMemoryFormat;
+    default:
+      return kOther;
   }
 }
 

@@ -11,8 +11,8 @@
 
 namespace opreplay {
 
-// Values stay where they are. Open addressing, and memory of values that are gone is used again: a recorded call looks up
-// each of its tensors, and adds a value for each new one.
+// Values stay where they are. Open addressing, and memory of values that are gone is used again: a recorded call looks
+// up each of its tensors, and adds a value for each new one.
 template <typename Value>
 class PointerMap {
  public:

@@ -25,8 +25,8 @@
 
 namespace opreplay {
 
-// Whether what the calling thread computes on a device is not the program's work: fake tensors and functionalization ask
-// what a result looks like, on tensors without memory, where dispatch to Python is off.
+// Whether what the calling thread computes on a device is not the program's work: fake tensors and functionalization
+// ask what a result looks like, on tensors without memory, where dispatch to Python is off.
 inline bool is_only_traced(const at::Device& device) {
   return device.is_meta() && c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);
 }
@@ -83,7 +83,9 @@ inline uint64_t general_settings() {
   uint64_t bits = static_cast<uint64_t>(at::get_num_threads());
   const auto add = [&bits](uint64_t value, int width) { bits = (bits << width) | value; };
   add(static_cast<uint64_t>(c10::typeMetaToScalarType(at::get_default_dtype())), 8);
-  add(kBuiltWithCuda ? static_cast<uint64_t>(context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL)) : 0, 3);
+  add(kBuiltWithCuda ? static_cast<uint64_t>(context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL))
+                     : 0,
+      3);
   add(context.deterministicAlgorithms(), 1);
   add(context.deterministicAlgorithmsWarnOnly(), 1);
 #if defined(__x86_64__)
@@ -101,31 +103,56 @@ inline uint8_t watched_setting(size_t index) {
     return static_cast<uint8_t>(context.float32Precision(backend, op));
   };
   switch (index) {
-    case 0: return context.userEnabledMkldnn();
-    case 1: return context.deterministicMkldnn();
-    case 2: return context.userEnabledNNPACK();
-    case 3: return precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
-    case 4: return precision(at::Float32Backend::MKLDNN, at::Float32Op::CONV);
-    case 5: return precision(at::Float32Backend::MKLDNN, at::Float32Op::RNN);
-    case 6: return context.allowFP16ReductionCPU();
-    case 7: return context.userEnabledFlashSDP();
-    case 8: return context.userEnabledMemEfficientSDP();
-    case 9: return context.userEnabledMathSDP();
-    case 10: return context.userEnabledCuDNNSDP();
-    case 11: return context.allowFP16BF16ReductionMathSDP();
-    case 12: return context.deterministicFillUninitializedMemory();
-    case 13: return static_cast<uint8_t>(context.qEngine());
-    case 14: return precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
-    case 15: return precision(at::Float32Backend::CUDA, at::Float32Op::CONV);
-    case 16: return precision(at::Float32Backend::CUDA, at::Float32Op::RNN);
-    case 17: return static_cast<uint8_t>(context.allowFP16ReductionCuBLAS());
-    case 18: return static_cast<uint8_t>(context.allowBF16ReductionCuBLAS());
-    case 19: return context.allowFP16AccumulationCuBLAS();
-    case 20: return context.userEnabledCuDNN();
-    case 21: return context.benchmarkCuDNN();
-    case 22: return context.deterministicCuDNN();
-    case 23: return static_cast<uint8_t>(at::globalContext().blasPreferredBackend());
-    default: return static_cast<uint8_t>(context.linalgPreferredBackend());
+    case 0:
+      return context.userEnabledMkldnn();
+    case 1:
+      return context.deterministicMkldnn();
+    case 2:
+      return context.userEnabledNNPACK();
+    case 3:
+      return precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
+    case 4:
+      return precision(at::Float32Backend::MKLDNN, at::Float32Op::CONV);
+    case 5:
+      return precision(at::Float32Backend::MKLDNN, at::Float32Op::RNN);
+    case 6:
+      return context.allowFP16ReductionCPU();
+    case 7:
+      return context.userEnabledFlashSDP();
+    case 8:
+      return context.userEnabledMemEfficientSDP();
+    case 9:
+      return context.userEnabledMathSDP();
+    case 10:
+      return context.userEnabledCuDNNSDP();
+    case 11:
+      return context.allowFP16BF16ReductionMathSDP();
+    case 12:
+      return context.deterministicFillUninitializedMemory();
+    case 13:
+      return static_cast<uint8_t>(context.qEngine());
+    case 14:
+      return precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
+    case 15:
+      return precision(at::Float32Backend::CUDA, at::Float32Op::CONV);
+    case 16:
+      return precision(at::Float32Backend::CUDA, at::Float32Op::RNN);
+    case 17:
+      return static_cast<uint8_t>(context.allowFP16ReductionCuBLAS());
+    case 18:
+      return static_cast<uint8_t>(context.allowBF16ReductionCuBLAS());
+    case 19:
+      return context.allowFP16AccumulationCuBLAS();
+    case 20:
+      return context.userEnabledCuDNN();
+    case 21:
+      return context.benchmarkCuDNN();
+    case 22:
+      return context.deterministicCuDNN();
+    case 23:
+      return static_cast<uint8_t>(at::globalContext().blasPreferredBackend());
+    default:
+      return static_cast<uint8_t>(context.linalgPreferredBackend());
   }
 }
 
@@ -157,8 +184,8 @@ class StatedSettings {
   std::array<std::atomic<uint8_t>, kWatched> watched_{};
 };
 
-// The grad mode that the stream states. Where an op ran in the other one, a record that states that comes right before its
-// own. All of it with the session's mutex held.
+// The grad mode that the stream states. Where an op ran in the other one, a record that states that comes right before
+// its own. All of it with the session's mutex held.
 class StatedGradMode {
  public:
   // `signatures`: those of the records that state it.
@@ -178,8 +205,8 @@ class StatedGradMode {
   std::array<int64_t, 2> signatures_{};  // none where Python has not told of them
 };
 
-// Devices whose work Python sees on a stream of its own choice: calls on other streams than the default one are recorded
-// there.
+// Devices whose work Python sees on a stream of its own choice: calls on other streams than the default one are
+// recorded there.
 class WatchedStreams {
  public:
   void watch(const at::Device& device) {
@@ -204,8 +231,8 @@ class WatchedStreams {
   }
 
  private:
-  std::atomic<int> kind_{0};           // of the accelerators
-  std::atomic<uint64_t> indices_{0};   // theirs, as bits
+  std::atomic<int> kind_{0};          // of the accelerators
+  std::atomic<uint64_t> indices_{0};  // theirs, as bits
 };
 
 }  // namespace opreplay

@@ -9,22 +9,24 @@
 
 namespace opreplay {
 
-// A function that waits, without the interpreter's lock, until the calling thread is to write. Nothing in it is to be undone:
-// where the interpreter ends meanwhile, the thread ends in its middle.
+// A function that waits, without the interpreter's lock, until the calling thread is to write. Nothing in it is to be
+// undone: where the interpreter ends meanwhile, the thread ends in its middle.
 inline py::object waiting(Flushing& flushing) {
-  static PyMethodDef definition = {"wait", [](PyObject* self, PyObject*) -> PyObject* {
+  static PyMethodDef definition = {"wait",
+                                   [](PyObject* self, PyObject*) -> PyObject* {
                                      auto* of = static_cast<Flushing*>(PyCapsule_GetPointer(self, nullptr));
                                      PyThreadState* const state = PyEval_SaveThread();
                                      Flushing::wait(of);
                                      PyEval_RestoreThread(state);
                                      Py_RETURN_NONE;
-                                   }, METH_NOARGS, nullptr};
+                                   },
+                                   METH_NOARGS, nullptr};
   const auto capsule = py::reinterpret_steal<py::object>(PyCapsule_New(&flushing, nullptr, nullptr));
   return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, capsule.ptr()));
 }
 
-// Of a storage that was born on the hot path: its entry, id and bytes, a sample of it as it was then if nothing was written
-// to it since (else None), and whether generated code allocated it. None for any other.
+// Of a storage that was born on the hot path: its entry, id and bytes, a sample of it as it was then if nothing was
+// written to it since (else None), and whether generated code allocated it. None for any other.
 inline py::object adopted(const std::shared_ptr<Session>& session, uintptr_t address) {
   const auto found = session->adopt(reinterpret_cast<c10::StorageImpl*>(address));
   if (!found) {
@@ -70,26 +72,30 @@ inline py::object python_types() {
       .def("add_storage", &Session::add_storage)
       .def("define_tensor", &Session::define_tensor)
       .def_readonly("flushing", &Session::flushing)
-      .def_property("hot", [](Session& self) { return self.hot.load(); }, &Session::set_hot)
+      .def_property(
+          "hot", [](Session& self) { return self.hot.load(); }, &Session::set_hot)
       .def_readonly("new_metas", &Session::new_metas)
       .def("define_meta", &Session::define_meta)
       .def("meta", &Session::meta)
-      .def("track", [](const std::shared_ptr<Session>& self, uintptr_t address, int64_t id, int64_t bytes) {
+      .def("track",
+           [](const std::shared_ptr<Session>& self, uintptr_t address, int64_t id, int64_t bytes) {
              self->track(reinterpret_cast<c10::StorageImpl*>(address), id, bytes);
              return Entry(self, address, id);
            })
       .def("adopt", &adopted)
-      .def_static("content_hash", [](uintptr_t address, size_t bytes) {
-             return ContentHash::of(reinterpret_cast<const void*>(address), bytes);
-           })
+      .def_static("content_hash",
+                  [](uintptr_t address, size_t bytes) {
+                    return ContentHash::of(reinterpret_cast<const void*>(address), bytes);
+                  })
       .def_static("allocated", &allocated_by_torch)
       .def_property_readonly_static("watches", [](const py::object&) { return true; })
       .def("unadopted", &Session::unadopted)
       .def("overlapping", &Session::overlapping)
       .def_property_readonly("drains", &Session::drains_now)
       .def("dead", &Session::dead)
-      .def_property("release_head", [](Session& self) { return self.release_head.load(); },
-                    [](Session& self, int64_t head) { self.release_head = head; })
+      .def_property(
+          "release_head", [](Session& self) { return self.release_head.load(); },
+          [](Session& self, int64_t head) { self.release_head = head; })
       .def("note_drawn", &Session::note_drawn)
       .def("drawn_state", &Session::drawn_state)
       .def("settle", [](Session& self) { self.stated.settle(); })
@@ -102,7 +108,8 @@ inline py::object python_types() {
       .def("being_written", &Session::being_written)
       .def("set_context", &Session::set_context)
       .def("watch_streams", [](Session& self, const at::Device& device) { self.streams.watch(device); })
-      .def("cover", [](Session& self, uintptr_t enter, uintptr_t leave) {
+      .def("cover",
+           [](Session& self, uintptr_t enter, uintptr_t leave) {
              self.enter = reinterpret_cast<void (*)()>(enter);
              self.leave = reinterpret_cast<void (*)()>(leave);
            })

@@ -22,25 +22,27 @@ using c10::OperatorHandle;
 using torch::jit::Stack;
 
 struct Functions {
-  PyObject* before = nullptr;       // (operator or its name, args, kwargs) -> what to do, see below
-  PyObject* after = nullptr;        // (call, result, started_ns, ended_ns) -> the record's signature, or None
-  PyObject* raised = nullptr;       // (call, exception of Python or None, started_ns, ended_ns)
-  PyObject* interrupted = nullptr;  // (call or None, args, kwargs, result or None): one of the others raised
-  PyObject* run = nullptr;          // (operator, args, kwargs) -> result
-  PyObject* describe = nullptr;     // (operator) -> an OperatorForHook (hook.py), or None
+  PyObject* before = nullptr;           // (operator or its name, args, kwargs) -> what to do, see below
+  PyObject* after = nullptr;            // (call, result, started_ns, ended_ns) -> the record's signature, or None
+  PyObject* raised = nullptr;           // (call, exception of Python or None, started_ns, ended_ns)
+  PyObject* interrupted = nullptr;      // (call or None, args, kwargs, result or None): one of the others raised
+  PyObject* run = nullptr;              // (operator, args, kwargs) -> result
+  PyObject* describe = nullptr;         // (operator) -> an OperatorForHook (hook.py), or None
   PyObject* register_thread = nullptr;  // (): it numbers the calling thread and the scope that it is in
-  PyObject* late = nullptr;         // (operator, args, kwargs, result, started_ns, ended_ns) -> signature, or None
-  PyObject* late_raised = nullptr;  // (operator, args, kwargs, exception or None, started_ns, ended_ns)
-  PyObject* flush_if_due = nullptr; // () after a record: something waits to be written, or told
-  PyObject* wrote = nullptr;        // (operator, args, kwargs): it wrote to storages that Python has looked after since
-  PyObject* register_storages = nullptr; // (tensors): an operator is about to use storages that the hot path does not know
-  PyObject* unknown = nullptr;      // (type as text) -> what stands for a value that Python cannot have
+  PyObject* late = nullptr;             // (operator, args, kwargs, result, started_ns, ended_ns) -> signature, or None
+  PyObject* late_raised = nullptr;      // (operator, args, kwargs, exception or None, started_ns, ended_ns)
+  PyObject* flush_if_due = nullptr;     // () after a record: something waits to be written, or told
+  PyObject* wrote = nullptr;  // (operator, args, kwargs): it wrote to storages that Python has looked after since
+  PyObject* register_storages =
+      nullptr;                  // (tensors): an operator is about to use storages that the hot path does not know
+  PyObject* unknown = nullptr;  // (type as text) -> what stands for a value that Python cannot have
 };
 
 // In the order in which Python gives them (hook.py).
 inline std::array<PyObject**, 13> places(Functions& of) {
-  return {&of.before,  &of.after, &of.raised,      &of.interrupted, &of.run,   &of.describe, &of.register_thread,
-          &of.late,    &of.late_raised, &of.flush_if_due,  &of.wrote,      &of.register_storages, &of.unknown};
+  return {&of.before,          &of.after, &of.raised,      &of.interrupted,  &of.run,   &of.describe,
+          &of.register_thread, &of.late,  &of.late_raised, &of.flush_if_due, &of.wrote, &of.register_storages,
+          &of.unknown};
 }
 
 // Room for the recorder's own frames where the program is as deep as Python lets it be. With the interpreter's lock.
@@ -95,8 +97,8 @@ class NoWarnings : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-// The recorder's own tensor on the same memory, so that a tensor of the program's which has no Python object does not get
-// one: a subclass that is made of it later could not be.
+// The recorder's own tensor on the same memory, so that a tensor of the program's which has no Python object does not
+// get one: a subclass that is made of it later could not be.
 inline at::Tensor own_view(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj()) {
     return tensor;
@@ -134,8 +136,8 @@ inline c10::IValue own_views(const c10::IValue& value, bool numbers = true) {
   return value;
 }
 
-// An operator as Python names it; its name as text where Python has none for it. Python looks for the name at first: what
-// a signal handler raises meanwhile passes on.
+// An operator as Python names it; its name as text where Python has none for it. Python looks for the name at first:
+// what a signal handler raises meanwhile passes on.
 inline py::object function_of(const OperatorHandle& op) {
   try {
     return py::reinterpret_borrow<py::object>(torch::detail::getTorchApiFunction(op));
@@ -152,7 +154,8 @@ inline py::object function_of(const OperatorHandle& op) {
 }
 
 // A value for the recorder, or for the program where `recorder` is null.
-inline py::object converted(const c10::TypePtr& type, const c10::IValue& value, const Functions* recorder, bool numbers) {
+inline py::object converted(const c10::TypePtr& type, const c10::IValue& value, const Functions* recorder,
+                            bool numbers) {
   if (!recorder) {
     return torch::jit::toPyObject(value);
   }
@@ -166,7 +169,7 @@ inline py::object converted(const c10::TypePtr& type, const c10::IValue& value, 
 }
 
 inline py::object to_python(const c10::Argument& argument, const c10::IValue& value, const Functions* recorder,
-                     bool numbers) {
+                            bool numbers) {
   if (value.isNone()) {
     return py::none();
   }
@@ -195,8 +198,8 @@ struct PythonArguments {
 
 // What a dispatch mode is given for these values: trailing arguments that have their schema's default are left out.
 // For the recorder they are views of its own.
-inline PythonArguments python_arguments(const FunctionSchema& schema, const c10::IValue* values, const Functions* recorder,
-                                 bool numbers = true) {
+inline PythonArguments python_arguments(const FunctionSchema& schema, const c10::IValue* values,
+                                        const Functions* recorder, bool numbers = true) {
   const auto& arguments = schema.arguments();
   const auto has_default = [&](size_t index) {
     const auto& given = arguments[index].default_value();

@@ -32,15 +32,16 @@ using namespace opreplay;
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 
-// ------------------------------------------------------------------------------------------------------------- the hook
+// ------------------------------------------------------------------------------------------------------------- the
+// hook
 
 // What `before` says, apart from a call that is being recorded (any other object):
 //   None    run it, unrecorded, and what it calls, too
 //   False   run it; what it calls is recorded
 //   True    Python runs it (`run`)
 
-// While an operator runs here: what it calls is hidden from the recorder, and the watch on threads knows that the threads
-// of the parallel regions that it opens work for it.
+// While an operator runs here: what it calls is hidden from the recorder, and the watch on threads knows that the
+// threads of the parallel regions that it opens work for it.
 class Runs {
  public:
   Runs() : inside_(of_this()), before_(inside_.load(std::memory_order_relaxed)) {
@@ -77,7 +78,9 @@ bool is_for_others(at::ITensorListRef list) {
   return std::any_of(list.begin(), list.end(), [](const at::Tensor& tensor) { return is_for_others(tensor); });
 }
 template <typename Value>
-bool is_for_others(const Value&) { return false; }
+bool is_for_others(const Value&) {
+  return false;
+}
 bool is_for_others(const Stack& stack, size_t first) {
   return std::any_of(stack.begin() + static_cast<std::ptrdiff_t>(first), stack.end(), [](const c10::IValue& value) {
     return value.isDevice()   ? is_only_traced(value.toDevice())
@@ -91,12 +94,12 @@ bool goes_to_python(const OperatorHandle& op, DispatchKeySet below) {
   return kAbovePython && below.has(DispatchKey::Python) && !op.hasKernelForDispatchKey(DispatchKey::Python);
 }
 
-// What PyTorch's fallback for dispatch to Python does, except that what Python calls is not hidden from the recorder, which
-// has the key above.
+// What PyTorch's fallback for dispatch to Python does, except that what Python calls is not hidden from the recorder,
+// which has the key above.
 void dispatch_to_python(const OperatorHandle& op, Stack* stack) {
   constexpr DispatchKeySet others({DispatchKey::Python, kKey});
-  constexpr DispatchKeySet above = DispatchKeySet(DispatchKeySet::FULL) ^
-      (DispatchKeySet(DispatchKeySet::FULL_AFTER, DispatchKey::Python) | others);
+  constexpr DispatchKeySet above =
+      DispatchKeySet(DispatchKeySet::FULL) ^ (DispatchKeySet(DispatchKeySet::FULL_AFTER, DispatchKey::Python) | others);
   const c10::impl::ExcludeDispatchKeyGuard guard(above);
   (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
 }
@@ -176,21 +179,23 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const bool learns = known.plain && capture.session->hot.load(std::memory_order_relaxed);
   const Saved saved(learns ? stack->begin() + static_cast<std::ptrdiff_t>(first) : stack->end(), stack->end());
   const int64_t started = now_ns();
-  telling([&] { op.redispatchBoxed(below, stack); }, [&](py::handle error) {
-    around(capture, capture.functions.raised, made.get(), arguments, py::none(), made.get(), error, py::int_(started),
-           py::int_(now_ns()));
-  });
+  telling([&] { op.redispatchBoxed(below, stack); },
+          [&](py::handle error) {
+            around(capture, capture.functions.raised, made.get(), arguments, py::none(), made.get(), error,
+                   py::int_(started), py::int_(now_ns()));
+          });
   const int64_t ended = now_ns();
   py::gil_scoped_acquire lock;
   const py::object result = python_results(schema, *stack, capture.functions);
-  const py::object signature = around(capture, capture.functions.after, made.get(), arguments, result, made.get(), result,
-                                      py::int_(started), py::int_(ended));
+  const py::object signature = around(capture, capture.functions.after, made.get(), arguments, result, made.get(),
+                                      result, py::int_(started), py::int_(ended));
   if (learns) {
     learn(*capture.session, known, saved, last(*stack, schema.returns().size()), signature);
   }
 }
 
-// ------------------------------------------------------------------------------------- operators whose calls stay unboxed
+// ------------------------------------------------------------------------------------- operators whose calls stay
+// unboxed
 
 // The same as `recorded`, with arguments and results as C++ has them: tensors are not counted once more, which for one
 // that has a Python object takes the interpreter's lock. What the hot path does not know goes the way of all others.
@@ -208,11 +213,12 @@ Result recorded_unboxed(const c10::TypedOperatorHandle<Result(Args...)>& op, Dis
     if (run.begins([&](HotCall& made) { return (made.take(args) && ...); })) {
       const auto given = [&] { return c10::impl::boxArgs<Args...>(args...); };
       Result result = run.runs([&]() -> Result { return op.redispatch(below, args...); }, given);
-      run.returned([&](HotCall& made) { return made.take_result(result); }, given, [&] {
-        Stack stack;
-        c10::impl::push_outputs<Result, true>::copy(result, &stack);
-        return stack;
-      });
+      run.returned([&](HotCall& made) { return made.take_result(result); }, given,
+                   [&] {
+                     Stack stack;
+                     c10::impl::push_outputs<Result, true>::copy(result, &stack);
+                     return stack;
+                   });
       return result;
     }
   }
@@ -241,7 +247,8 @@ void keep_unboxed(torch::Library& library) {
   (Unboxed<Ops>::keep(library), ...);
 }
 
-// ------------------------------------------------------------------------------------------ memory that is taken by DLPack
+// ------------------------------------------------------------------------------------------ memory that is taken by
+// DLPack
 
 // DLPack's C interface (DLPackExchangeAPI of version 1): libraries look it up once for a class of tensors and keep it.
 struct ExchangeApi {
@@ -279,17 +286,17 @@ EXPORTED int opreplay_recorder_take_key() {
     all.fallback(torch::CppFunction::makeFromBoxedFunction<&recorded>());
     static torch::Library commonest(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
     namespace ops = at::_ops;
-    keep_unboxed<
-        ops::_local_scalar_dense, ops::_safe_softmax, ops::_softmax, ops::_softmax_backward_data, ops::_to_copy,
-        ops::_unsafe_view, ops::add_Scalar, ops::add_Tensor, ops::add__Tensor, ops::addcdiv_, ops::addcmul_,
-        ops::addmm, ops::addmm_out, ops::alias, ops::bmm, ops::bmm_out, ops::cat, ops::clone, ops::copy_, ops::detach,
-        ops::div_Scalar, ops::div_Tensor, ops::div__Scalar, ops::div__Tensor, ops::embedding, ops::exp, ops::expand,
-        ops::fill__Scalar, ops::gelu, ops::gelu_backward, ops::index_Tensor, ops::lerp__Scalar, ops::mean_dim,
-        ops::mm, ops::mm_out, ops::mul_Scalar, ops::mul_Tensor, ops::mul__Scalar, ops::mul__Tensor,
-        ops::native_layer_norm, ops::native_layer_norm_backward, ops::neg, ops::permute, ops::pow_Tensor_Scalar,
-        ops::relu, ops::rsqrt, ops::select_int, ops::sigmoid, ops::silu, ops::slice_Tensor, ops::split_Tensor,
-        ops::sqrt, ops::sub_Tensor, ops::sum_dim_IntList, ops::t, ops::tanh, ops::tanh_backward, ops::transpose_int,
-        ops::unsqueeze, ops::view, ops::where_self, ops::zero_>(commonest);
+    keep_unboxed<ops::_local_scalar_dense, ops::_safe_softmax, ops::_softmax, ops::_softmax_backward_data,
+                 ops::_to_copy, ops::_unsafe_view, ops::add_Scalar, ops::add_Tensor, ops::add__Tensor, ops::addcdiv_,
+                 ops::addcmul_, ops::addmm, ops::addmm_out, ops::alias, ops::bmm, ops::bmm_out, ops::cat, ops::clone,
+                 ops::copy_, ops::detach, ops::div_Scalar, ops::div_Tensor, ops::div__Scalar, ops::div__Tensor,
+                 ops::embedding, ops::exp, ops::expand, ops::fill__Scalar, ops::gelu, ops::gelu_backward,
+                 ops::index_Tensor, ops::lerp__Scalar, ops::mean_dim, ops::mm, ops::mm_out, ops::mul_Scalar,
+                 ops::mul_Tensor, ops::mul__Scalar, ops::mul__Tensor, ops::native_layer_norm,
+                 ops::native_layer_norm_backward, ops::neg, ops::permute, ops::pow_Tensor_Scalar, ops::relu, ops::rsqrt,
+                 ops::select_int, ops::sigmoid, ops::silu, ops::slice_Tensor, ops::split_Tensor, ops::sqrt,
+                 ops::sub_Tensor, ops::sum_dim_IntList, ops::t, ops::tanh, ops::tanh_backward, ops::transpose_int,
+                 ops::unsqueeze, ops::view, ops::where_self, ops::zero_>(commonest);
     return true;
   }();
   return taken;
@@ -342,8 +349,8 @@ EXPORTED int opreplay_recorder_hide(int hidden) {
   return was;
 }
 
-// PyTorch's interface, but that `opreplay_recorder_on_taken`'s function hears of each tensor that is taken; null where it is
-// of another version. It is never freed: libraries keep it.
+// PyTorch's interface, but that `opreplay_recorder_on_taken`'s function hears of each tensor that is taken; null where
+// it is of another version. It is never freed: libraries keep it.
 EXPORTED const void* opreplay_recorder_exchange_api(const void* pytorchs) {
   const auto& given = *static_cast<const ExchangeApi*>(pytorchs);
   if (given.major != 1) {
@@ -351,7 +358,9 @@ EXPORTED const void* opreplay_recorder_exchange_api(const void* pytorchs) {
   }
   if (pytorchs != &telling_api) {
     pytorchs_api = telling_api = given;
-    telling_api.manage = [](void* tensor, void** taken) { return tell_taken(tensor, pytorchs_api.manage(tensor, taken)); };
+    telling_api.manage = [](void* tensor, void** taken) {
+      return tell_taken(tensor, pytorchs_api.manage(tensor, taken));
+    };
     telling_api.describe = [](void* tensor, void* taken) {
       return tell_taken(tensor, pytorchs_api.describe(tensor, taken));
     };

@@ -19,7 +19,7 @@ struct Column {
   const int64_t* first;   // where a row's places begin in `values`; null: at the row itself
   const int64_t* values;  // null: words in their own order
   const char* text;
-  const int64_t* ends;    // of each word in `text`, after a 0
+  const int64_t* ends;  // of each word in `text`, after a 0
 };
 
 struct Piece {
@@ -108,9 +108,8 @@ Filled fill(const Piece* piece, const Piece* end, const char* texts, const Colum
 // the end of each row in `out`. Returns how many rows it filled, and how many bytes in `written`; -1 where a piece
 // names a place that its column does not have.
 extern "C" __attribute__((visibility("default"))) int64_t opreplay_expand_rows(
-    const Piece* pieces, const int64_t* piece_first, const char* texts, const int64_t* text_first,
-    const int64_t* which, const Column* columns, int64_t row, int64_t rows, char* out, int64_t room, int64_t* ends,
-    int64_t* written) {
+    const Piece* pieces, const int64_t* piece_first, const char* texts, const int64_t* text_first, const int64_t* which,
+    const Column* columns, int64_t row, int64_t rows, char* out, int64_t room, int64_t* ends, int64_t* written) {
   Output output(out, out + room);
   *written = 0;
   const int64_t begin = row;

@@ -1,9 +1,9 @@
 // What threads that record must not do at the same time, and what each of them has of its own.
 //
-// Rows are appended when an op has returned, before its caller goes on: an op that began after another one had returned, in
-// whichever thread, has its row after it. What a row relies on besides (where random numbers come from, the settings that
-// the stream states, the scope that a thread is in) is looked at under the mutex under which the row is appended. Nothing
-// here waits for the interpreter's lock.
+// Rows are appended when an op has returned, before its caller goes on: an op that began after another one had
+// returned, in whichever thread, has its row after it. What a row relies on besides (where random numbers come from,
+// the settings that the stream states, the scope that a thread is in) is looked at under the mutex under which the row
+// is appended. Nothing here waits for the interpreter's lock.
 
 #pragma once
 
@@ -45,8 +45,8 @@ class DrawTurns {
   std::condition_variable ended_;
 };
 
-// Storages that ops on the hot path are writing, from before they run until they have their rows. All of it with the mutex
-// held.
+// Storages that ops on the hot path are writing, from before they run until they have their rows. All of it with the
+// mutex held.
 class WritesInProgress {
  public:
   void begin(const void* storage) { storages_.push_back(storage); }

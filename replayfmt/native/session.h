@@ -1,10 +1,10 @@
 // What a capture knows natively: rows on their way to the writer, storages, metadata and signatures.
 //
-// Python's complete path is the reference: it gives ids to what it meets, and tells this what it found out (`define_meta`, the
-// signature of a call). What comes here again is recorded without it. Which views a storage has, and which of them were
-// written, is known here alone, whoever used them: Python asks (`Entry`). Storages that an op returns are born here; Python
-// adopts them when it meets them. All of it is guarded by one mutex, which is never held while the interpreter's lock is
-// waited for.
+// Python's complete path is the reference: it gives ids to what it meets, and tells this what it found out
+// (`define_meta`, the signature of a call). What comes here again is recorded without it. Which views a storage has,
+// and which of them were written, is known here alone, whoever used them: Python asks (`Entry`). Storages that an op
+// returns are born here; Python adopts them when it meets them. All of it is guarded by one mutex, which is never held
+// while the interpreter's lock is waited for.
 
 #pragma once
 
@@ -61,19 +61,22 @@ class Views {
       const auto found = by_place_.find({meta, offset});
       return found == by_place_.end() ? 0 : found->second;
     }
-    const auto* found = std::find_if(begin(), end(), [&](const View& view) { return view.meta == meta && view.offset == offset; });
+    const auto* found =
+        std::find_if(begin(), end(), [&](const View& view) { return view.meta == meta && view.offset == offset; });
     return found == end() ? 0 : found->tensor;
   }
   // The same, where there are few: `looks` need not be looked up.
   int64_t find_among_few(const Looks& looks, int64_t offset) const {
-    const auto* found = std::find_if(begin(), end(), [&](const View& view) { return view.offset == offset && looks == view.meta->first; });
+    const auto* found = std::find_if(
+        begin(), end(), [&](const View& view) { return view.offset == offset && looks == view.meta->first; });
     return found == end() ? 0 : found->tensor;
   }
   // The view that a tensor is, if it is one.
   const View* of(int64_t tensor) const {
     const auto* found =
-        in_order_ ? std::lower_bound(begin(), end(), tensor, [](const View& view, int64_t id) { return view.tensor < id; })
-                  : std::find_if(begin(), end(), [&](const View& view) { return view.tensor == tensor; });
+        in_order_
+            ? std::lower_bound(begin(), end(), tensor, [](const View& view, int64_t id) { return view.tensor < id; })
+            : std::find_if(begin(), end(), [&](const View& view) { return view.tensor == tensor; });
     return found == end() || found->tensor != tensor ? nullptr : found;
   }
   void add(const View& view) {
@@ -112,8 +115,8 @@ struct Beside {
   uint64_t hash;
 };
 
-// A storage. Unless it is careful, its bytes come from recorded ops or from an import, and all that can happen to it is to
-// be read, written and viewed. Or to be written by others, if it is watched.
+// A storage. Unless it is careful, its bytes come from recorded ops or from an import, and all that can happen to it is
+// to be read, written and viewed. Or to be written by others, if it is watched.
 struct Storage {
   Storage(c10::weak_intrusive_ptr<c10::StorageImpl> of, int64_t number, int64_t length, bool is_tracked)
       : impl(std::move(of)), id(number), bytes(length), adopted(is_tracked), careful(is_tracked) {}
@@ -121,13 +124,13 @@ struct Storage {
   c10::weak_intrusive_ptr<c10::StorageImpl> impl;
   int64_t id;
   int64_t bytes;
-  bool adopted;            // Python has a tracker of it, which tells its death
-  bool careful;            // Python looks after each use
-  bool new_views = true;   // it may be seen in other ways than so far
-  bool unwritten = false;  // nothing was written to it: it may be filled, and nothing else
-  bool generated = false;  // generated code allocated it
-  bool marked = false;     // Python knows that it may have been written unseen, until it imports it again
-  std::string sampled;     // of unwritten host memory: some of its bytes, as they were when it was handed out
+  bool adopted;                     // Python has a tracker of it, which tells its death
+  bool careful;                     // Python looks after each use
+  bool new_views = true;            // it may be seen in other ways than so far
+  bool unwritten = false;           // nothing was written to it: it may be filled, and nothing else
+  bool generated = false;           // generated code allocated it
+  bool marked = false;              // Python knows that it may have been written unseen, until it imports it again
+  std::string sampled;              // of unwritten host memory: some of its bytes, as they were when it was handed out
   std::optional<uint64_t> content;  // it is watched, and this was its content's hash when recorded work last wrote it
   Views views;
 
@@ -148,7 +151,8 @@ struct Storage {
     }
   }
   void note_written(int64_t tensor) {
-    if (std::find(written_.end() - std::min<ptrdiff_t>(std::ssize(written_), 4), written_.end(), tensor) != written_.end()) {
+    if (std::find(written_.end() - std::min<ptrdiff_t>(std::ssize(written_), 4), written_.end(), tensor) !=
+        written_.end()) {
       return;
     }
     if (written_.size() >= enough_written_) {
@@ -177,7 +181,7 @@ struct Storage {
   }
 
   std::vector<int64_t> written_;  // tensors; some several times
-  size_t enough_written_ = 64;  // with so many, each is kept once
+  size_t enough_written_ = 64;    // with so many, each is kept once
 };
 
 // Ranges of host memory by the address of what lies there. They may overlap; some are out of date.
@@ -241,29 +245,29 @@ class Session {
 
   std::mutex mutex;
   Rows rows{mutex}, new_storages{mutex}, definitions{mutex};
-  PointerMap<Storage> storages;          // by the address of their StorageImpl, which a weak reference keeps
+  PointerMap<Storage> storages;  // by the address of their StorageImpl, which a weak reference keeps
   Metas metas;
   std::vector<const Metas::value_type*> metas_by_id{nullptr};
-  Rows new_metas{mutex};                 // in order of their ids: codes of dtype and device, kind, sizes, strides
-  Signatures signatures;                 // operators refer to them: none is removed
+  Rows new_metas{mutex};  // in order of their ids: codes of dtype and device, kind, sizes, strides
+  Signatures signatures;  // operators refer to them: none is removed
   Operators operators;
-  std::atomic<bool> hot{false};          // calls may be recorded here; written with the mutex held
-  StatedSettings stated;                 // withdrawn with the mutex held
+  std::atomic<bool> hot{false};  // calls may be recorded here; written with the mutex held
+  StatedSettings stated;         // withdrawn with the mutex held
   StatedGradMode grad_mode;
   Contexts contexts;
   WatchedStreams streams;
   const int64_t began_ns;
   const size_t chunk_records;
-  const bool scalars;  // numbers that ops return are recorded
-  const int64_t least_address;  // integers from there on may be addresses
+  const bool scalars;                    // numbers that ops return are recorded
+  const int64_t least_address;           // integers from there on may be addresses
   std::atomic<int64_t> release_head{0};  // begins rows that tell the death of storages; 0: Python tells it
   size_t born = 0;                       // storages since the last look for dead ones
   std::optional<Draws> drawn;            // where a replay's generator is; none where Python has not said it
   DrawTurns turns;                       // of calls that draw
   WritesInProgress writes;
   Flushing flushing;
-  int64_t last_generated = 0;            // number of the newest kernel of generated code, counted down
-  void (*enter)() = nullptr;             // around work that is recorded as a whole, where threads are watched
+  int64_t last_generated = 0;  // number of the newest kernel of generated code, counted down
+  void (*enter)() = nullptr;   // around work that is recorded as a whole, where threads are watched
   void (*leave)() = nullptr;
 
   // Whether it is time to look for dead storages. With the mutex held.
@@ -306,7 +310,8 @@ class Session {
     const auto* meta = meta_of(looks);
     return meta ? storage.views.find(meta, offset) : 0;
   }
-  // The storage that Python knows by this address and id. Its memory may be another storage's by now: ids tell them apart.
+  // The storage that Python knows by this address and id. Its memory may be another storage's by now: ids tell them
+  // apart.
   Storage* storage_of(const c10::StorageImpl* impl, int64_t id) const {
     Storage* found = storages.find(impl);
     return found && found->id == id ? found : nullptr;
@@ -357,8 +362,8 @@ class Session {
   // ------------------------------------------------------------------------------------------------------ from Python
 
   // The id of metadata. `dtype_code` and `device_id`: the file's for its dtype and device.
-  int64_t define_meta(at::ScalarType dtype, const at::Device& device, int64_t flags, const Words& sizes, const Words& strides,
-                      int64_t dtype_code, int64_t device_id) {
+  int64_t define_meta(at::ScalarType dtype, const at::Device& device, int64_t flags, const Words& sizes,
+                      const Words& strides, int64_t dtype_code, int64_t device_id) {
     Looks looks(dtype, device, sizes, strides);
     const int64_t plain = std::exchange(looks.kind, looks.kind | flags << kFlagBits);
     std::lock_guard<std::mutex> lock(mutex);
@@ -483,8 +488,9 @@ class Session {
     bool unwritten, generated;
     std::string sampled;
   };
-  // Python has a tracker of a storage that was born here from now on, and looks after each use where nothing was written to
-  // it. None where it is not known, or Python had one: an exception may have come between, and then it enters as a new one.
+  // Python has a tracker of a storage that was born here from now on, and looks after each use where nothing was
+  // written to it. None where it is not known, or Python had one: an exception may have come between, and then it
+  // enters as a new one.
   std::optional<Adopted> adopt(c10::StorageImpl* impl) {
     std::lock_guard<std::mutex> lock(mutex);
     Storage* found = storage_of(impl);
@@ -582,7 +588,7 @@ class Session {
   HostRanges ranges_;               // where those lie that were there at the last look,
   size_t placed_ = 0;               // which are the first so many
   std::unordered_map<int64_t, std::pair<int64_t, int64_t>> kinds_;  // codes of dtype and device in the file, by kind
-  std::array<const Metas::value_type*, 64> recent_metas_{};  // found last, by what is seen of them at a glance
+  std::array<const Metas::value_type*, 64> recent_metas_{};         // found last, by what is seen of them at a glance
 
   static c10::weak_intrusive_ptr<c10::StorageImpl> weak(c10::StorageImpl* impl) {
     c10::raw::weak_intrusive_ptr::incref(impl);
@@ -594,7 +600,8 @@ class Session {
     *row++ = dtype_code;
     *row++ = device_id;
     std::copy(words.begin(), words.end(), row);
-    const auto& made = *metas.emplace(std::move(words), Meta{static_cast<int64_t>(metas_by_id.size()), device_id}).first;
+    const auto& made =
+        *metas.emplace(std::move(words), Meta{static_cast<int64_t>(metas_by_id.size()), device_id}).first;
     metas_by_id.push_back(&made);
     return made;
   }
@@ -613,8 +620,8 @@ class Session {
   }
 };
 
-// What a capture knows of one storage, for Python's tracker of it: recording/stream/session.py has the same in Python. Where
-// the storage is not known any more it has no views, and new ones are not remembered.
+// What a capture knows of one storage, for Python's tracker of it: recording/stream/session.py has the same in Python.
+// Where the storage is not known any more it has no views, and new ones are not remembered.
 class Entry {
  public:
   Entry(std::shared_ptr<Session> session, uintptr_t address, int64_t id)

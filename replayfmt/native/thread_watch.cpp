@@ -1,17 +1,18 @@
 // Counts the operators of threads in which the recorder does not take part.
 //
-// PyTorch calls `started` before and `ended` after every operator of every thread of the process, while a capture has it
-// registered. A thread takes part where Python said so (`take_part`), or where the capture's dispatch mode is on the
+// PyTorch calls `started` before and `ended` after every operator of every thread of the process, while a capture has
+// it registered. A thread takes part where Python said so (`take_part`), or where the capture's dispatch mode is on the
 // thread's own stack, or its key included: PyTorch hands that on to its threads (autograd, TorchScript). All other
 // operators are counted, with the first one's name. What runs inside of a counted or seen operator belongs to it.
 //
-// A thread in which the recorder takes part through the key need not be watched, and yet each of its operators would pay
-// for the callback, a quarter of a microsecond. So PyTorch's RecordFunction is off there (quiet) as long as the callback
-// is the only one: like the key, that is part of the state that PyTorch hands on to threads, and takes back. The doors
-// by which a program gets callbacks of its own turn it on again first (watching.py).
+// A thread in which the recorder takes part through the key need not be watched, and yet each of its operators would
+// pay for the callback, a quarter of a microsecond. So PyTorch's RecordFunction is off there (quiet) as long as the
+// callback is the only one: like the key, that is part of the state that PyTorch hands on to threads, and takes back.
+// The doors by which a program gets callbacks of its own turn it on again first (watching.py).
 //
-// No function takes the interpreter's lock. Memory is allocated once for each thread, and given to another when it ends.
-// All that Python calls is declared at the end, with C linkage; building.py compiles this file, watching.py calls it.
+// No function takes the interpreter's lock. Memory is allocated once for each thread, and given to another when it
+// ends. All that Python calls is declared at the end, with C linkage; building.py compiles this file, watching.py calls
+// it.
 
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
@@ -35,8 +36,8 @@
 
 #include "watched.h"
 
-// Of the interpreter, where there is one: the calling thread's state, while Python code runs in it. (Operators that Python
-// code calls run without the interpreter's lock.)
+// Of the interpreter, where there is one: the calling thread's state, while Python code runs in it. (Operators that
+// Python code calls run without the interpreter's lock.)
 extern "C" void* PyGILState_GetThisThreadState() __attribute__((weak));
 
 namespace {
@@ -62,43 +63,43 @@ struct Running final : Begun {
   static void operator delete(void*, void*) {}
 };
 
-
 struct Thread {
   std::atomic<Thread*> next{nullptr};
   std::atomic<bool> taken{true};
-  std::atomic<int> inside{kNothing};     // others look at it
-  std::atomic<int> covered{0};           // of `enter` and `leave`
-  std::atomic<uint64_t> part{0};         // the capture that it takes part in
-  std::atomic<uint64_t> hook{0};         // the last capture whose hook operators of it came to
+  std::atomic<int> inside{kNothing};         // others look at it
+  std::atomic<int> covered{0};               // of `enter` and `leave`
+  std::atomic<uint64_t> part{0};             // the capture that it takes part in
+  std::atomic<uint64_t> hook{0};             // the last capture whose hook operators of it came to
   std::atomic_flag lock = ATOMIC_FLAG_INIT;  // of what follows
   std::atomic<uint64_t> count{0};
-  uint64_t counted_for{0};               // the capture that counted
+  uint64_t counted_for{0};  // the capture that counted
   int64_t id{0};
-  bool takes_part{false};                // in the capture that counted
-  bool moves_data{false};                // of collectives
+  bool takes_part{false};  // in the capture that counted
+  bool moves_data{false};  // of collectives
   char name[kName]{};
   char first[kOperator]{};
   alignas(Running) unsigned char running[sizeof(Running)];
 };
 
 std::atomic<Thread*> threads{nullptr};
-std::atomic<uint64_t> active{0};         // the number of the capture that counts; 0: none
+std::atomic<uint64_t> active{0};  // the number of the capture that counts; 0: none
 std::atomic<uint64_t> captures{0};
-std::atomic<const void*> mode{nullptr};  // its dispatch mode, a Python object that is only compared
-std::atomic<const void*> also{nullptr};  // the mode that is in its place while a graph is captured
+std::atomic<const void*> mode{nullptr};          // its dispatch mode, a Python object that is only compared
+std::atomic<const void*> also{nullptr};          // the mode that is in its place while a graph is captured
 std::atomic<at::CallbackHandle> last_handle{0};  // the last one that is known to be given; they count up
-std::atomic<uint64_t> missed{0};         // operators that others' callbacks were not called for
+std::atomic<uint64_t> missed{0};                 // operators that others' callbacks were not called for
 void settle_late();
 void listen(bool on);
 void joined();
 std::atomic<int>* inside_of_this();
 Watch watch{{kNeverQuiet}, inside_of_this, settle_late, listen, joined};
 at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
-std::atomic<int64_t>* ran_in_child = nullptr;  // of a forked child: set where it runs an operator; its parent has it, too
-std::atomic<int64_t>* children = nullptr;      // memory that forked children share: how many there were, then for each its
-size_t most_children = 0;                      // process id and whether it ran an operator
-std::atomic<int64_t> terminated_ns{0};  // when SIGTERM came, by the monotonic clock
-struct sigaction terminating = {};        // Python's own action
+std::atomic<int64_t>* ran_in_child =
+    nullptr;                               // of a forked child: set where it runs an operator; its parent has it, too
+std::atomic<int64_t>* children = nullptr;  // memory that forked children share: how many there were, then for each its
+size_t most_children = 0;                  // process id and whether it ran an operator
+std::atomic<int64_t> terminated_ns{0};     // when SIGTERM came, by the monotonic clock
+struct sigaction terminating = {};         // Python's own action
 
 int64_t monotonic_ns() {
   timespec now = {};
@@ -106,7 +107,8 @@ int64_t monotonic_ns() {
   return now.tv_sec * int64_t{1000000000} + now.tv_nsec;
 }
 
-// Notes when the signal came, and does what Python does, which calls its handler when the main thread is in Python again.
+// Notes when the signal came, and does what Python does, which calls its handler when the main thread is in Python
+// again.
 void on_termination(int number) {
   terminated_ns.store(monotonic_ns());
   terminating.sa_handler(number);
@@ -166,9 +168,9 @@ inline Thread* self() {
   return thread ? thread : find_own();
 }
 
-// Of a look through the guards of compiled code: they compare the thread's included keys with those that it was compiled
-// under, so the recorder's key is taken away meanwhile. Compiled code stays compiled then, in a capture and after it.
-// What guards themselves compute is none of the program's work.
+// Of a look through the guards of compiled code: they compare the thread's included keys with those that it was
+// compiled under, so the recorder's key is taken away meanwhile. Compiled code stays compiled then, in a capture and
+// after it. What guards themselves compute is none of the program's work.
 struct GuardLookup final : Begun {
   GuardLookup() : Begun(nullptr) {
     self()->covered++;
@@ -340,15 +342,15 @@ struct OpReplayCounted {
 // For the recorder's hook.
 __attribute__((visibility("default"))) Watch* opreplay_watch_shared() { return &watch; }
 
-// Begin to count. `dispatch_mode`: the Python object that is on the mode stacks of threads that take part. `may_be_quiet`:
-// the calling thread has the key, and nothing but counting needs the callback there. Whether it is quiet.
+// Begin to count. `dispatch_mode`: the Python object that is on the mode stacks of threads that take part.
+// `may_be_quiet`: the calling thread has the key, and nothing but counting needs the callback there. Whether it is
+// quiet.
 __attribute__((visibility("default"))) int opreplay_watch_begin(const void* dispatch_mode, int may_be_quiet) {
   terminated_ns.store(0);
   const bool quiet = may_be_quiet && !at::hasCallbacks() && at::isRecordFunctionEnabled();
   mode.store(dispatch_mode);
   if (handle == at::INVALID_CALLBACK_HANDLE) {
-    handle = at::addGlobalCallback(
-        at::RecordFunctionCallback(started, ended).scopes({at::RecordScope::FUNCTION}));
+    handle = at::addGlobalCallback(at::RecordFunctionCallback(started, ended).scopes({at::RecordScope::FUNCTION}));
   }
   active.store(++captures);
   if (quiet) {
@@ -421,7 +423,8 @@ __attribute__((visibility("default"))) int64_t opreplay_watch_terminated() {
 }
 
 // In a forked child: count no more. Takes no lock, since others' may be held for ever; the callback stays and does
-// nothing. (Where RecordFunction was off, PyTorch takes its lock around callbacks to turn it on, as for a backward pass.)
+// nothing. (Where RecordFunction was off, PyTorch takes its lock around callbacks to turn it on, as for a backward
+// pass.)
 __attribute__((visibility("default"))) void opreplay_watch_forked() {
   forked = true;
   terminated_ns.store(0);

@@ -9,8 +9,8 @@
 
 namespace opreplay {
 
-// The dispatch key of the recorder (RECORDER_KEY in Python). PyTorch has it for fake tensors written in C++, which nothing
-// makes on plain tensors.
+// The dispatch key of the recorder (RECORDER_KEY in Python). PyTorch has it for fake tensors written in C++, which
+// nothing makes on plain tensors.
 constexpr c10::DispatchKey kKey = c10::DispatchKey::Fake;
 // PyTorch 2.11 has it above dispatch to Python, later ones below.
 constexpr bool kAbovePython = kKey > c10::DispatchKey::Python;
@@ -19,8 +19,8 @@ constexpr bool kAbovePython = kKey > c10::DispatchKey::Python;
 // the region's other threads to run operators.
 enum Inside : int { kNothing, kOperatorRuns, kInParallel };
 
-// Whether PyTorch's RecordFunction is off in threads that have the recorder's key. `kOver`: it was, and is to be on again
-// in those that still have it off.
+// Whether PyTorch's RecordFunction is off in threads that have the recorder's key. `kOver`: it was, and is to be on
+// again in those that still have it off.
 enum Quiet : int { kNeverQuiet, kQuiet, kOver };
 
 struct Watch {
@@ -28,11 +28,11 @@ struct Watch {
   std::atomic<int>* (*inside)();  // one of Inside, of the calling thread: it is as long there as the thread
   void (*settle)();               // turns RecordFunction on in the calling thread, where the state is kOver
   void (*listen)(bool);           // turns RecordFunction on or off in the calling thread, where the state is kQuiet
-  void (*joined)();                 // operators of the calling thread come to the hook of the capture in progress
+  void (*joined)();               // operators of the calling thread come to the hook of the capture in progress
 
-  // What the hook tells: operators of the calling thread come to it; one did; it was new. Where RecordFunction is off, it is
-  // on until the next operator after what was new, and at times: what runs there without coming to the hook, because
-  // something took the key away, is found.
+  // What the hook tells: operators of the calling thread come to it; one did; it was new. Where RecordFunction is off,
+  // it is on until the next operator after what was new, and at times: what runs there without coming to the hook,
+  // because something took the key away, is found.
   static void thread_joined(const std::atomic<Watch*>& watch) {
     if (const Watch* of = watch.load()) {
       of->joined();

@@ -8,15 +8,15 @@
 //
 // Copies between the device and pinned memory for which nobody waits happen as late as they may: to the host when the
 // host waits for them, from the host when the device uses the memory. Pinned memory that the host changes before it
-// knows that a copy from it is done is such a race, too. An event or a stream that is asked whether its work is done says
-// no at first. Memory that is freed is given to the next tensor of the stream that it was allocated on, at once: a
+// knows that a copy from it is done is such a race, too. An event or a stream that is asked whether its work is done
+// says no at first. Memory that is freed is given to the next tensor of the stream that it was allocated on, at once: a
 // tensor's memory may be what another stream still uses.
 //
 // While a graph is captured, operators leave no trace: they run for their results' sizes alone, and what they wrote and
-// drew is undone at the end. A capture has the stream that it begins on, and those that wait for an event of one that it
-// has; what other streams are given runs at once. Memory that a capture allocates is the graph's until that is gone, and
-// what is freed in between is used again by the same capture, unless another stream was said to use it. A replay issues
-// what was captured, with the same addresses, the work of each stream on one of its own.
+// drew is undone at the end. A capture has the stream that it begins on, and those that wait for an event of one that
+// it has; what other streams are given runs at once. Memory that a capture allocates is the graph's until that is gone,
+// and what is freed in between is used again by the same capture, unless another stream was said to use it. A replay
+// issues what was captured, with the same addresses, the work of each stream on one of its own.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -101,10 +101,10 @@ struct Block {
   size_t mapped;
   c10::DeviceIndex device;
   Touched touched;
-  bool fresh = true;     // nobody has used it since it was allocated
-  Place home{0, 0};      // the stream that was current when it was allocated, which gets it again
-  std::set<Place> used;  // streams that record_stream named: they are waited for
-  Clock until = {};      // what has to be done before it is used again
+  bool fresh = true;            // nobody has used it since it was allocated
+  Place home{0, 0};             // the stream that was current when it was allocated, which gets it again
+  std::set<Place> used;         // streams that record_stream named: they are waited for
+  Clock until = {};             // what has to be done before it is used again
   struct Pool* pool = nullptr;  // of the graphs that it belongs to
 };
 
@@ -128,9 +128,9 @@ struct Event {
 // A copy between the device and pinned memory, for which nobody has waited.
 struct Late {
   std::pair<Place, int64_t> copied;
-  char* block;                 // of the device, while `copy` is still to be done
+  char* block;  // of the device, while `copy` is still to be done
   std::function<void()> copy;
-  at::Tensor source;           // memory of the host that must not change, with what it was; undefined: there is none
+  at::Tensor source;  // memory of the host that must not change, with what it was; undefined: there is none
   std::string content;
 };
 
@@ -147,7 +147,7 @@ int64_t races = 0;
 std::vector<Late> late;
 std::map<std::tuple<c10::DeviceIndex, c10::StreamId, size_t>, std::vector<std::map<char*, Block>::node_type>> freed;
 class SimulatedGraph;
-SimulatedGraph* capturing = nullptr;  // the graph that is being captured; the device's work goes there
+SimulatedGraph* capturing = nullptr;    // the graph that is being captured; the device's work goes there
 thread_local bool by_fallback = false;  // copies are part of an operator that the host runs
 thread_local c10::DeviceIndex current_device = 0;
 thread_local c10::StreamId current_stream[kDevices] = {0, 0};
@@ -199,9 +199,8 @@ void check_unchanged(const Late& one) {
 // The host knows that this is done; or, of copies to the host alone, a stream does that reads what they wrote.
 void land(const Clock& known, bool by_host = true) {
   std::vector<Late> done;
-  const auto waiting = std::stable_partition(late.begin(), late.end(), [&](const Late& one) {
-    return !covers(known, one.copied) || (!by_host && one.block);
-  });
+  const auto waiting = std::stable_partition(
+      late.begin(), late.end(), [&](const Late& one) { return !covers(known, one.copied) || (!by_host && one.block); });
   std::move(waiting, late.end(), std::back_inserter(done));
   late.erase(waiting, late.end());
   for (Late& one : done) {
@@ -428,8 +427,7 @@ struct Allocator final : c10::DeviceAllocator {
     }
     void* memory = mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK(memory != MAP_FAILED, "sim: out of memory");
-    blocks[static_cast<char*>(memory)] = {
-        bytes, mapped, current_device, {}, true, home, {}, {}, pool};
+    blocks[static_cast<char*>(memory)] = {bytes, mapped, current_device, {}, true, home, {}, {}, pool};
     if (pool) {
       pool->blocks.insert(static_cast<char*>(memory));
     }
@@ -508,7 +506,8 @@ struct PinnedMemory final : at::HostAllocator {
     std::lock_guard lock(mutex);
     auto* wanted = const_cast<char*>(static_cast<const char*>(address));
     auto found = pinned().upper_bound(wanted);
-    return found != pinned().begin() && wanted < std::prev(found)->first + std::max<size_t>(std::prev(found)->second, 1);
+    return found != pinned().begin() &&
+           wanted < std::prev(found)->first + std::max<size_t>(std::prev(found)->second, 1);
   }
 };
 PinnedMemory pinned_memory;
@@ -708,7 +707,8 @@ class SimulatedGraph final : public at::GraphImplInterface {
   }
   void capture_end() override {
     TORCH_CHECK(capturing == this, "sim: no capture of this graph is in progress");
-    TORCH_CHECK(origin_.stream == current_stream[current_device], "sim: a capture ends on the stream on which it began");
+    TORCH_CHECK(origin_.stream == current_stream[current_device],
+                "sim: a capture ends on the stream on which it began");
     capturing = nullptr;
     std::lock_guard lock(mutex);
     for (const auto& [address, bytes] : saved_) {
@@ -731,7 +731,8 @@ class SimulatedGraph final : public at::GraphImplInterface {
         waiting.insert(waiting.end(), nodes_[node].after.begin(), nodes_[node].after.end());
       }
     }
-    TORCH_CHECK(joined.size() == nodes_.size(), "sim: a stream of a capture has work that the one that it began on does not wait for");
+    TORCH_CHECK(joined.size() == nodes_.size(),
+                "sim: a stream of a capture has work that the one that it began on does not wait for");
     captured_ = true;
     instantiated_ = !keeps_;
   }
@@ -924,7 +925,8 @@ void note_made(const c10::DataPtr& data) {
 }
 
 // What an operator of a graph does at each replay: its results go to where those of the capture were.
-void add_node(c10::DeviceIndex device, const c10::OperatorHandle& op, std::vector<c10::IValue> args, std::vector<at::Tensor> results) {
+void add_node(c10::DeviceIndex device, const c10::OperatorHandle& op, std::vector<c10::IValue> args,
+              std::vector<at::Tensor> results) {
   capturing->add(device, op.schema().name(), [op, args = std::move(args), results = std::move(results)] {
     torch::jit::Stack stack = args;
     by_the_host(op, &stack);
@@ -933,7 +935,8 @@ void add_node(c10::DeviceIndex device, const c10::OperatorHandle& op, std::vecto
       for (const at::Tensor& made : tensors_in(value)) {
         const at::Tensor& place = results.at(next++);
         if (is_here(made) && made.storage().data() != place.storage().data()) {
-          TORCH_CHECK(made.sizes() == place.sizes(), "sim: ", op.schema().name(), " returned another size than captured");
+          TORCH_CHECK(made.sizes() == place.sizes(), "sim: ", op.schema().name(),
+                      " returned another size than captured");
           copy_here(made, place);
           touch("result", place.device().index(), {}, {place});
         }
@@ -947,21 +950,24 @@ void add_node(c10::DeviceIndex device, const c10::OperatorHandle& op, std::vecto
 at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                  std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   const c10::DeviceGuard guard(c10::Device(kKind, Guard::index_of(device.value_or(c10::Device(kKind)))));
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                   c10::dtype_or_default(dtype), format);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator,
+                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype),
+                                   format);
 }
 
 at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
                          std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
   const c10::DeviceGuard guard(c10::Device(kKind, Guard::index_of(device.value_or(c10::Device(kKind)))));
   return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator,
-                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           c10::dtype_or_default(dtype));
 }
 
 at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
                       std::optional<c10::SymInt> offset) {
   const auto at_offset = offset ? std::optional<int64_t>(offset->expect_int()) : std::nullopt;
-  return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), at_offset);
+  return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+                                           at_offset);
 }
 
 at::Tensor view(const at::Tensor& self, c10::SymIntArrayRef size) {
@@ -1001,7 +1007,8 @@ const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::
 
 at::Tensor& set_storage(at::Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
                         c10::SymIntArrayRef stride) {
-  return at::native::set_storage_cpu_(self, std::move(source), offset.expect_int(), C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+  return at::native::set_storage_cpu_(self, std::move(source), offset.expect_int(), C10_AS_INTARRAYREF_SLOW(size),
+                                      C10_AS_INTARRAYREF_SLOW(stride));
 }
 
 void wait_for_current_stream(c10::DeviceIndex of, c10::DeviceIndex by) {
@@ -1026,10 +1033,12 @@ void copy_late(const at::Tensor& self, const at::Tensor& to, Place here) {
     return;
   }
   const std::string content(static_cast<const char*>(self.data_ptr()), self.is_contiguous() ? self.nbytes() : 0);
-  late.push_back({copied, block->first, [from = self, into = at_same_address(to, true)] {
+  late.push_back({copied, block->first,
+                  [from = self, into = at_same_address(to, true)] {
                     const Open open(into.storage().data());
                     on_host(into).copy_(from);
-                  }, self, content});
+                  },
+                  self, content});
 }
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
@@ -1042,7 +1051,8 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
     capturing->add(device, "copy", [from, into] { copy_from(from, into, true); });
     return to;
   }
-  if (!by_fallback && on_device(to) && on_device(self)) {  // between two devices, both their current streams wait for each other
+  if (!by_fallback && on_device(to) &&
+      on_device(self)) {  // between two devices, both their current streams wait for each other
     wait_for_current_stream(self.device().index(), device);
   }
   touch("copy", device, {self}, {to});
@@ -1082,9 +1092,7 @@ at::Scalar local_scalar(const at::Tensor& self) {
   return at::native::_local_scalar_dense_cpu(on_host(self));
 }
 
-void record_stream(at::Tensor& self, c10::Stream stream) {
-  allocator.recordStream(self.storage().data_ptr(), stream);
-}
+void record_stream(at::Tensor& self, c10::Stream stream) { allocator.recordStream(self.storage().data_ptr(), stream); }
 
 struct Generator final : at::CPUGeneratorImpl {
   explicit Generator(c10::DeviceIndex index) {
@@ -1199,11 +1207,11 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>
 flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout, bool causal, bool,
                 std::optional<double> scale) {
-  const auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(q.cpu(), k.cpu(), v.cpu(), dropout, causal,
-                                                                           std::nullopt, scale);
+  const auto [out, sums] =
+      at::_scaled_dot_product_flash_attention_for_cpu(q.cpu(), k.cpu(), v.cpu(), dropout, causal, std::nullopt, scale);
   const auto seed = q.options().dtype(at::kUInt64);
-  return {out.to(q.device()), sums.to(q.device()), {}, {}, q.sym_size(2), k.sym_size(2),
-          at::empty({2}, seed), at::empty({}, seed), at::empty({0}, q.options())};
+  return {out.to(q.device()),  sums.to(q.device()),        {}, {}, q.sym_size(2), k.sym_size(2), at::empty({2}, seed),
+          at::empty({}, seed), at::empty({0}, q.options())};
 }
 
 // Elsewhere a composite of other operators.
@@ -1250,10 +1258,14 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     check_index(index);
     current_device = index;
   }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override { return std::exchange(current_device, index); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    return std::exchange(current_device, index);
+  }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
-  at::Generator getNewGenerator(c10::DeviceIndex index) const override { return at::make_generator<Generator>(index < 0 ? current_device : index); }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    return at::make_generator<Generator>(index < 0 ? current_device : index);
+  }
   at::Device getDeviceFromPtr(void* data) const override {
     std::lock_guard lock(mutex);
     const auto* block = block_of(data);
@@ -1306,8 +1318,8 @@ PYBIND11_MODULE(simulated_accelerator, module) {
   });
   module.def("is_capturing", [] { return capturing != nullptr; });
   module.def("is_current_stream_capturing", [] { return captures_here(current_device); });
-  // Work of a kernel that is written in Python, into the graph that is being captured: `run` is called at each replay, and
-  // `used` are the tensors that it works on (with `same_address`, so that the graph keeps none of their memory).
+  // Work of a kernel that is written in Python, into the graph that is being captured: `run` is called at each replay,
+  // and `used` are the tensors that it works on (with `same_address`, so that the graph keeps none of their memory).
   module.def("add_work", [](const py::function& run, const std::vector<at::Tensor>& used) {
     TORCH_CHECK(!used.empty() && captures_here(used.front().device().index()), "sim: no graph is being captured here");
     capturing->keep(used, {});
