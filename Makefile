@@ -25,6 +25,8 @@ TORCH     ?= 2.11.0
 COMPAT    := .venv-compat-$(TORCH)
 COMPATIBLE := $(COMPAT)/.installed
 DEMO      := build/demo
+# Hundreds of processes import the package: what one of them compiles the others find.
+unexport PYTHONDONTWRITEBYTECODE
 # Each worker gets a run of neighbouring tests, and takes half of another one's rest when it is done with its own.
 PYTEST    = $(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
