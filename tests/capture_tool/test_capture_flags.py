@@ -288,11 +288,10 @@ print(x.sum().item())
 HALVED = """
 import torch
 
-@torch.library.custom_op("flags::halved", mutates_args=())
-def halved(x: torch.Tensor) -> torch.Tensor:
-    return x / 2
-
-halved(torch.ones(2))
+library = torch.library.Library("flags", "DEF")
+library.define("halved(Tensor x) -> Tensor")
+library.impl("halved", lambda x: x / 2, "CompositeExplicitAutograd")
+torch.ops.flags.halved(torch.ones(2))
 """
 
 

@@ -18,13 +18,15 @@ import atexit, ctypes, torch
 print("noisy: using the plain backend")
 ctypes.CDLL(None).puts(b"noisy: from C")
 ctypes.CDLL(None).fflush(None)
-@torch.library.custom_op("noisy_imports::double", mutates_args=())
-def double(x: torch.Tensor) -> torch.Tensor:
+library = torch.library.Library("noisy_imports", "DEF")
+library.define("double(Tensor x) -> Tensor")
+def double(x):
     print("noisy: called")
     return x * 2
+library.impl("double", double, "CompositeExplicitAutograd")
 atexit.register(print, "noisy: at exit")
 """
-PROGRAM = "import torch, noisy_imports\nnoisy_imports.double(torch.ones(3)).sum()\n"
+PROGRAM = "import torch, noisy_imports\ntorch.ops.noisy_imports.double(torch.ones(3)).sum()\n"
 INITIALIZER = """
 import torch
 from replayfmt.initializers import register
