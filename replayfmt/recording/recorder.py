@@ -303,7 +303,7 @@ class Recorder:
         if problem is not None and core.failure is None:
             raise CaptureFailed(f"{self.path}: the capture could not be ended in order: {problem!r}") from problem
         if self._flusher is not None and not self._forked:
-            self._flusher.join(_PATIENCE_S)
+            core.attempt(self._flusher.join, _PATIENCE_S)
         if core.failure is not None:
             raise core.failure
         if not self._forked:
