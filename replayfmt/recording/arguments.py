@@ -49,9 +49,12 @@ class KnownTensor(NamedTuple):
 class CallValues:
     """The values of one call, while they are collected."""
 
-    __slots__ = ("argument", "floats", "ints", "key", "tensors", "uses")
+    __slots__ = ("argument", "floats", "ints", "key", "scalars", "tensors", "uses")
 
-    def __init__(self) -> None:
+    def __init__(self, *, scalars: bool = True) -> None:
+        """Without `scalars`, those and strings, which may reveal content, become None; but not those inside a
+        composite, which describe its shape."""
+        self.scalars = scalars
         self.key: list[Token] = []
         self.tensors: list[int] = []
         self.ints: list[int] = []
@@ -93,6 +96,7 @@ class OpCall:
 
 _INT64 = range(-(1 << 63), 1 << 63)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_SCALARS = (bool, int, float, complex, str, *_SYMBOLIC)
 
 
 _NONE = Token(ValueKind.none)
@@ -141,6 +145,9 @@ class Encoder:
             self._add_tensor(value, values, call)
         elif value is None:
             values.key.append(_NONE)
+        elif not values.scalars and isinstance(value, _SCALARS):
+            recorded = self._large_integer(call, value) if type(value) is int and value >= LEAST_ADDRESS else None
+            self.add(recorded if isinstance(recorded, torch.Tensor) else None, values, call)
         elif kind is bool:
             values.key.append(_TRUE if value else _FALSE)
         elif kind is int:
@@ -226,28 +233,10 @@ class Encoder:
         except TypeError as error:
             raise Unrepresentable("opaque_argument", str(error)) from error
         values.key.append(Token(ValueKind.composite, form, len(parts)))
+        scalars, values.scalars = values.scalars, True
         for part in parts:
             self.add(part, values, call)
-
-
-class StructureEncoder(Encoder):
-    """Encodes tensors and their nesting. Scalars and strings, which may reveal content, become None; those inside a
-    composite describe its shape and are kept."""
-
-    def __init__(self, *resolve: Any) -> None:
-        """As Encoder."""
-        super().__init__(*resolve)
-        self._with_scalars = Encoder(*resolve)
-
-    def _add_composite(self, value: torch.Tensor | torch.ScriptObject, values: CallValues, call: OpCall) -> None:
-        self._with_scalars._add_composite(value, values, call)
-
-    def add(self, value: Any, values: CallValues, call: OpCall) -> None:
-        if not (value is None or isinstance(value, (bool, int, float, complex, str, *_SYMBOLIC))):
-            super().add(value, values, call)
-        else:
-            recorded = self._large_integer(call, value) if type(value) is int and value >= LEAST_ADDRESS else None
-            super().add(recorded if isinstance(recorded, torch.Tensor) else None, values, call)
+        values.scalars = scalars
 
 
 def _concrete(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float | bool:

@@ -28,7 +28,7 @@ from replayfmt.pytorch.tensors.memory import (
     storage_of,
 )
 
-from .arguments import CallValues, Encoder, OpCall, StructureEncoder, TensorUse, build_nodes
+from .arguments import CallValues, Encoder, OpCall, TensorUse, build_nodes
 from .composite_operators import autocast_below_mode
 from .content.coverage import ByteRegion
 from .content.storage_content import content_of, sample
@@ -40,7 +40,6 @@ from .storages.trackers import Tracker, Unwritten
 from .stream.buffer import RecordBuffer
 from .stream.program_state import Generators, NumericState, drawn_from, unknown_generators
 from .stream.records import Records, TensorMetas, Unrepresentable
-from .stream.session import packer
 
 Places = np.ndarray | list[ByteRegion]  # by element, whether it is written; or parts of the view that are
 _ELEMENTS = 1 << 20  # of the first argument, at most, for a trial
@@ -144,8 +143,8 @@ class CallRecorder:
         self._arguments = Encoder(
             self._use_argument, self._use_storage, generators.number, records.device, self._given_integer, unpacked
         )
-        results = Encoder if scalars else StructureEncoder
-        self._results = results(
+        self._scalars = scalars
+        self._results = Encoder(
             self._use_result, self._result_storage, generators.number, records.device, self._returned_integer, unpacked
         )
 
@@ -360,11 +359,8 @@ class CallRecorder:
         if kernel.operator.makes_tensor_of:
             listed = kernel.argument(kernel.indices[kernel.operator.makes_tensor_of], call.args, call.kwargs)
             self._listed = listed if isinstance(listed, list) else []
-        values = CallValues()
-        if kernel.results == 1:
-            results = (result,)
-        else:
-            results = tuple(result) if kernel.results else ()
+        values = CallValues(scalars=self._scalars)
+        results = (result,) if kernel.results == 1 else tuple(result) if kernel.results else ()
         for index, value in enumerate(results):
             values.argument = index
             self._results.add(value, values, call)
@@ -425,7 +421,7 @@ class CallRecorder:
             self._generators.after(call.generators)
 
     def _use_result(self, call: OpCall, tensor: torch.Tensor, index: int) -> TensorUse:
-        if is_wrapper(tensor):
+        if type(tensor) is not torch.Tensor and is_wrapper(tensor):
             raise PassedThrough
         storage = storage_of(tensor)
         zero = is_zerotensor(tensor)
@@ -433,7 +429,8 @@ class CallRecorder:
         tracker = storages.tracker_of(storage)
         if tracker is None:
             tracker = storages.produced(storage, uninitialized=call.kernel.operator.empty and not _fills_empty())
-            if index in call.kernel.opaque_results or self._handles.stands_for(storage):
+            # Only other packages' operators return addresses, which tensors of the recorder stand for.
+            if index in call.kernel.opaque_results or (not call.kernel.own and self._handles.stands_for(storage)):
                 storages.state(tracker).opaque = True
             storages.synchronize(tracker, storage)
         meta, number = self._view(tracker, tensor, zero)
@@ -461,14 +458,8 @@ class CallRecorder:
 
         signature = self._records.signature(key, make)
         words = (*given.tensors, *values.tensors, *given.ints, *values.ints)
-        self._append(signature, words, (*given.floats, *values.floats), started, ended)
+        self._buffer.append_op(signature, words, (*given.floats, *values.floats), started, ended)
         return signature
-
-    def _append(self, signature: int, words: Sequence[int], floats: Sequence[float], started: int, ended: int) -> None:
-        begin = self._records.started
-        pack = packer(len(words), len(floats))
-        context = self._records.context()
-        self._buffer.append_op(pack(signature, context, started - begin, ended - started, *words, *floats))
 
     def issued(
         self,
@@ -489,7 +480,7 @@ class CallRecorder:
             nodes = build_nodes(call.values.key, names)
             return Signature(RecordKind.op, nodes, (), self._kernel_id(kernel), OpStatus.ok)
 
-        self._append(self._records.signature((kernel, *constants), make), words, (), started, ended)
+        self._buffer.append_op(self._records.signature((kernel, *constants), make), words, (), started, ended)
 
     def arrived(self, tracker: Tracker, storage: torch.UntypedStorage, tensor: int, meta: int, offset: int) -> None:
         """The call just recorded wrote all of a view."""

@@ -147,16 +147,15 @@ class CaptureSession:
         if hook is not None:
             session = hook.session(self.started, options.chunk_records, scalars, LEAST_ADDRESS)
         self.session = session
-        self.buffer = RecordBuffer(self.writer, options.chunk_records, self.lock, session)
+        self.buffer = RecordBuffer(self.writer, options.chunk_records, self.lock, session, self.started)
         self.threads: list[int] = []  # idents of other threads that record; empty while there is one thread
-        self.scopes = Scopes(self.buffer, self.threads)
-        self.records = Records(self.buffer, self.scopes.current, self.started)
-        self.scopes.records = self.records
+        self.records = Records(self.buffer)
+        self.scopes = Scopes(self.buffer, self.records, self.threads)
         followed = followed_kind()
         self.streams = Streams(self.buffer, self.records, followed, session) if followed else None
         self._in_unseen_capture: Callable[[], bool] = self.streams.in_unseen_capture if self.streams else bool
         if self.streams is not None:
-            self.scopes.placement = self.streams.placement
+            self.buffer.placement = self.streams.placement
         self.metas = TensorMetas(self.records, session)
         files = FileBackedStorages(self.writer, options, redaction) if options.file_policy is not None else None
         self.contents = FirstContents(self.writer, options, files)
@@ -302,7 +301,7 @@ class CaptureSession:
                 for sentence in self.children() if self.began else ():
                     self.records.unsupported(CHILD_WORK, "", sentence)
                 self.buffer.flush()
-                self.writer.close(max(0, self.records.now()))
+                self.writer.close(max(0, self.buffer.now()))
             except Exception as error:
                 if not self.failed(error):
                     raise

@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from threading import get_ident
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -200,7 +201,7 @@ class NativeMode(ObservingMode):
     @_outermost
     def register_thread(self) -> None:
         """The calling thread is about to record for the first time: it gets a context, which the hot path is told."""
-        self.core.scopes.on_default_streams()
+        _ = self.core.scopes.contexts[get_ident()]
 
     @_outermost
     def register_storages(self, tensors: list[torch.Tensor]) -> None:

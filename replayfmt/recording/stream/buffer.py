@@ -6,9 +6,14 @@ whole frame; or, where none records any more, by the recorder's own thread.
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from struct import Struct
+from threading import get_ident
+from typing import Any
 
 import numpy as np
 
@@ -26,14 +31,60 @@ _FRAME_WORDS = 1 << 20  # a frame is also ended when this many words are waiting
 _DONE = object()
 
 
-class RecordBuffer:
-    """Records on their way to the writer. `lock` guards the writer; whoever calls the writer holds it."""
+@functools.cache
+def _packer(words: int, floats: int) -> Callable[..., bytes]:
+    """Packs a row's head with `words` integers and `floats` doubles after it."""
+    return Struct(f"<{HEAD_WORDS + words}q{floats}d").pack
 
-    def __init__(self, writer: CaptureWriter, chunk_records: int, lock: threading.RLock, session: Session) -> None:
+
+class Contexts(dict[int, int]):
+    """Context id of each thread, by its ident: a new thread is registered at its first lookup. `moved` is called after
+    each change, with an ident and its context, or -1."""
+
+    moved: Callable[[int, int], None] | None = None
+
+    def __init__(self, register: Callable[[int], int]) -> None:
+        super().__init__()
+        self._register = register
+
+    def __missing__(self, ident: int) -> int:
+        return self._register(ident)
+
+    def __setitem__(self, ident: int, context: int) -> None:
+        super().__setitem__(ident, context)
+        if self.moved is not None:
+            self.moved(ident, context)
+
+    def pop(self, ident: int, *default: Any) -> Any:
+        popped = super().pop(ident, *default)
+        if self.moved is not None:
+            self.moved(ident, -1)
+        return popped
+
+    def follow(self, moved: Callable[[int, int], None]) -> None:
+        """Have `moved` called from now on, and for what there is."""
+        self.moved = moved
+        for ident, context in self.items():
+            moved(ident, context)
+
+
+class RecordBuffer:
+    """Records on their way to the writer. `lock` guards the writer; whoever calls the writer holds it. `contexts` are
+    told by scopes.py."""
+
+    contexts: Contexts
+
+    def __init__(
+        self, writer: CaptureWriter, chunk_records: int, lock: threading.RLock, session: Session, started: int
+    ) -> None:
+        """`started`: perf_counter_ns of the session's start."""
         self._session = session
         self.writer = writer
         self.lock = lock
         self.chunk_records = chunk_records
+        self.started = started
+        self.placement: Callable[[], int] | None = None  # the calling thread's current streams
+        self._placed: dict[tuple[int, int], int] = {}
         self.rows = session.rows
         self.appended = 0  # records of the complete path: all records, if there is no other path
         self._taken = 0  # rows that are written, or in the frame that is being written
@@ -56,18 +107,34 @@ class RecordBuffer:
             self._contexts.extend((thread, scope, placement))  # a single step, which no signal handler interrupts
             return len(self._contexts) // 3 - 1
 
-    def placed(self, context: int, placement: int) -> int:
-        """A context id for the thread and scope of another one, with other current streams."""
-        thread, scope = self._contexts[3 * context : 3 * context + 2]
-        return self.context(thread, scope, placement)
+    def current(self) -> int:
+        """The context id of the calling thread."""
+        context = self.contexts[get_ident()]
+        placement = self.placement() if self.placement is not None else 0
+        if not placement:
+            return context
+        known = self._placed.get((context, placement))
+        if known is None:
+            with self.lock:
+                thread, scope = self._contexts[3 * context : 3 * context + 2]
+                known = self._placed[context, placement] = self.context(thread, scope, placement)
+        return known
 
-    def append_op(self, row: bytes) -> None:
-        """Add the row of an op that ran in the calling thread. The caller holds the lock."""
+    def now(self) -> int:
+        return time.perf_counter_ns() - self.started
+
+    def append_op(
+        self, signature: int, words: Sequence[int], floats: Sequence[float], started: int, ended: int
+    ) -> None:
+        """Add the record of an op that ran in the calling thread. The caller holds the lock."""
+        pack = _packer(len(words), len(floats))
+        row = pack(signature, self.current(), started - self.started, ended - started, *words, *floats)
         self.appended += self._session.append_op(row)
 
-    def append(self, row: bytes, records: int = 1) -> None:
-        """Add a row of the complete path. The caller holds the lock."""
-        self.rows.append(row)
+    def append(self, signature: int, words: Sequence[int] = (), floats: Sequence[float] = (), records: int = 1) -> None:
+        """Add a row of other records, which begin now. The caller holds the lock."""
+        pack = _packer(len(words), len(floats))
+        self.rows.append(pack(signature, self.current(), self.now(), 0, *words, *floats))
         self.appended += records
 
     # ----------------------------------------------------------------------------------------------------------- flush

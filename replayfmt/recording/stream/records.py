@@ -11,7 +11,6 @@ import getpass
 import math
 import os
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,7 +39,7 @@ from replayfmt.pytorch.tensors.memory import (
 from ..content.coverage import ByteRegion
 from ..content.first_content import FirstContent
 from .buffer import RELEASES, RecordBuffer
-from .session import Session, packer
+from .session import Session
 
 
 class RedactedWriter(CaptureWriter):
@@ -81,14 +80,12 @@ class Unrepresentable(Exception):
 
 
 class Records:
-    """Writes the records around the ops. `context` returns the calling thread's context id."""
+    """Writes the records around the ops."""
 
-    def __init__(self, buffer: RecordBuffer, context: Callable[[], int], started: int) -> None:
+    def __init__(self, buffer: RecordBuffer) -> None:
         self._buffer = buffer
         self._writer = buffer.writer
         self._lock = buffer.lock
-        self.context = context
-        self.started = started  # perf_counter_ns of the session's start
         self._signatures: dict[Any, int] = {}
         self._devices: dict[torch.device, int] = {}
         self._details: set[tuple[str, str, str]] = set()
@@ -122,13 +119,6 @@ class Records:
         with self._lock:
             return self._writer.device(device)
 
-    def now(self) -> int:
-        return time.perf_counter_ns() - self.started
-
-    def _add(self, signature: int, words: Sequence[int] = (), floats: Sequence[float] = ()) -> None:
-        pack = packer(len(words), len(floats))
-        self._buffer.append(pack(signature, self.context(), self.now(), 0, *words, *floats))
-
     def _constant(
         self,
         key: tuple[Any, ...],
@@ -141,7 +131,7 @@ class Records:
         signature = self._signatures.get(key)
         if signature is None:
             signature = self.signature(key, lambda: Signature(key[0], nodes()))
-        self._add(signature, words, floats)
+        self._buffer.append(signature, words, floats)
         return signature
 
     # ------------------------------------------------------------------------------------------------------- storages
@@ -162,8 +152,7 @@ class Records:
 
     def storage_releases(self, storages: Sequence[int]) -> None:
         """One release record for each storage, in one go."""
-        run = packer(len(storages), 0)(self.release_head(), self.context(), self.now(), 0, *storages)
-        self._buffer.append(run, len(storages))
+        self._buffer.append(self.release_head(), storages, records=len(storages))
 
     def release_head(self) -> int:
         """The first word of such a run."""
@@ -192,7 +181,8 @@ class Records:
         kind = RecordKind.global_state
         made = [Signature(kind, (Node.scalar("grad_enabled", mode),)) for mode in (False, True)]
         signatures = [self.signature((kind, each.args), partial(Signature, kind, each.args)) for each in made]
-        self._buffer.appended += session.state_grad_mode(signatures, self.context(), self.now())
+        buffer = self._buffer
+        buffer.appended += session.state_grad_mode(signatures, buffer.current(), buffer.now())
 
     # ------------------------------------------------------------------------------------------------ scopes and notes
 

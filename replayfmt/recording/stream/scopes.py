@@ -13,7 +13,7 @@ from typing import Any
 
 from replayfmt.errors import UsageError
 
-from .buffer import RecordBuffer
+from .buffer import Contexts, RecordBuffer
 from .records import Records
 
 
@@ -29,72 +29,22 @@ class OpenScope:
     number: int = -1
 
 
-class Contexts(dict[int, int]):
-    """Context id of each thread, by its ident: a new thread is registered at its first lookup. `moved` is called after
-    each change, with an ident and its context, or -1."""
-
-    moved: Callable[[int, int], None] | None = None
-
-    def __init__(self, register: Callable[[int], int]) -> None:
-        super().__init__()
-        self._register = register
-
-    def __missing__(self, ident: int) -> int:
-        return self._register(ident)
-
-    def __setitem__(self, ident: int, context: int) -> None:
-        super().__setitem__(ident, context)
-        if self.moved is not None:
-            self.moved(ident, context)
-
-    def pop(self, ident: int, *default: Any) -> Any:
-        popped = super().pop(ident, *default)
-        if self.moved is not None:
-            self.moved(ident, -1)
-        return popped
-
-    def follow(self, moved: Callable[[int, int], None]) -> None:
-        """Have `moved` called from now on, and for what there is."""
-        self.moved = moved
-        for ident, context in self.items():
-            moved(ident, context)
-
-
 class Scopes:
     """The scope stacks of all threads. Callers hold the recorder's lock. `recorded`: begins and ends make records."""
 
-    def __init__(self, buffer: RecordBuffer, threads: list[int]) -> None:
+    def __init__(self, buffer: RecordBuffer, records: Records, threads: list[int]) -> None:
         """`threads` collects the idents of other threads, as each records for the first time."""
         self._buffer = buffer
+        self._records = records
         self._others = threads
-        self.records: Records | None = None
         self.first_record: Callable[[int], None] | None = None  # called with a thread's ident before its first record
-        self.placement: Callable[[], int] | None = None  # the calling thread's current streams
-        self._placed_ids: dict[tuple[int, int], int] = {}
         self.recorded = False
         self._main = get_ident()
         self._stacks: dict[int, list[OpenScope]] = {self._main: []}
         self._threads: dict[int, int] = {self._main: 0}
         self._context_ids: dict[tuple[int, int], int] = {}
-        self.contexts = Contexts(self._register)
+        self.contexts = buffer.contexts = Contexts(self._register)
         self._refresh(self._main)
-
-    def current(self) -> int:
-        """The context id of the calling thread."""
-        context = self.contexts[get_ident()]
-        placement = self.placement() if self.placement is not None else 0
-        return self._placed(context, placement) if placement else context
-
-    def on_default_streams(self) -> int:
-        """The context id of the calling thread where the default streams are current."""
-        return self.contexts[get_ident()]
-
-    def _placed(self, context: int, placement: int) -> int:
-        known = self._placed_ids.get((context, placement))
-        if known is None:
-            with self._buffer.lock:
-                known = self._placed_ids[context, placement] = self._buffer.placed(context, placement)
-        return known
 
     def stand_in(self) -> None:
         """The calling thread is the recorder's own: its records count as the main thread's."""
@@ -140,8 +90,8 @@ class Scopes:
         scope = OpenScope(name, self._buffer.writer.scope(self._scope_of(ident), name), user, token)
         self._stacks.setdefault(ident, []).append(scope)
         self._refresh(ident)
-        if self.recorded and self.records is not None:
-            self.records.scope_begin(name)
+        if self.recorded:
+            self._records.scope_begin(name)
         self._lead(ident, scope.id)
         return scope
 
@@ -164,8 +114,8 @@ class Scopes:
         while True:
             innermost = stack[-1]
             self._lead(ident, stack[-2].id if len(stack) > 1 else 0)
-            if self.recorded and self.records is not None:
-                self.records.scope_end(innermost.name)
+            if self.recorded:
+                self._records.scope_end(innermost.name)
             stack.pop()
             self._refresh(ident)
             left.append(innermost)
@@ -182,24 +132,17 @@ class Scopes:
     def record_open(self) -> None:
         """Recording starts: scopes that are already open begin now."""
         self.recorded = True
-        if self.records is None:
-            return
-        for stack in self._stacks.values():
-            if stack:
-                self._replay_begins(stack)
-
-    def _replay_begins(self, stack: list[OpenScope]) -> None:
         ident = get_ident()
-        before = self.contexts[ident]
-        for scope in stack:
-            self.contexts[ident] = self._context_for(self._threads[ident], scope.id)
-            assert self.records is not None
-            self.records.scope_begin(scope.name)
-        self.contexts[ident] = before
+        for stack in filter(None, self._stacks.values()):
+            before = self.contexts[ident]
+            for scope in stack:
+                self.contexts[ident] = self._context_for(self._threads[ident], scope.id)
+                self._records.scope_begin(scope.name)
+            self.contexts[ident] = before
 
     def record_ends(self) -> None:
         """Recording stops: every scope that is open ends now, innermost first."""
-        if not self.recorded or self.records is None:
+        if not self.recorded:
             return
         ident = get_ident()
         before = self.contexts[ident]
@@ -207,7 +150,7 @@ class Scopes:
         for stack in sorted(self._stacks.items(), key=lambda item: item[0] == self._main):
             for scope in reversed(stack[1]):
                 self.contexts[ident] = self._context_for(self._threads[ident], scope.id)
-                self.records.scope_end(scope.name)
+                self._records.scope_end(scope.name)
         self.contexts[ident] = before
         self.recorded = False
 

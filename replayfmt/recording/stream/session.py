@@ -27,16 +27,7 @@ FLAG_BITS = 48  # where the flags of metadata are in its kind: native/looks.h
 
 _pack_storage = Struct("<5q").pack  # storage id, bytes, device id, origin, payload id
 pack_definition = Struct("<4q").pack  # tensor id, storage id, offset, meta id
-
-_packs: dict[tuple[int, int], Callable[..., bytes]] = {}
-
-
-def packer(words: int, floats: int) -> Callable[..., bytes]:
-    """Packs a row's head with `words` integers and `floats` doubles after it."""
-    pack = _packs.get((words, floats))
-    if pack is None:
-        pack = _packs[words, floats] = Struct(f"<{HEAD_WORDS + words}q{floats}d").pack
-    return pack
+_pack_head = Struct(f"<{HEAD_WORDS}q").pack
 
 
 # What a program puts in the place of time.perf_counter_ns may stand still.
@@ -255,7 +246,7 @@ class Session:
     def state_grad_mode(self, signatures: Sequence[int], context: int, now: int) -> int:
         """State the calling thread's. `signatures`: of the records that state each. Returns how many rows that took."""
         self.grad_mode = torch.is_grad_enabled()
-        self.rows.append(packer(0, 0)(signatures[self.grad_mode], context, now, 0))
+        self.rows.append(_pack_head(signatures[self.grad_mode], context, now, 0))
         return 1
 
     def settle(self) -> None:
