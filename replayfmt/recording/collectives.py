@@ -39,10 +39,10 @@ from replayfmt.pytorch.tensors.memory import call_undispatched, make_view, offse
 
 from .arguments import KnownTensor, TensorUse
 from .kernels import CapturedKernel
-from .patches import HookHost, Patch, PatchSet
+from .patches import HookHost, Patch, PatchSet, around
 from .storages.trackers import Tracker
 from .stream.records import MetaParams, Unrepresentable
-from .undispatched import tensors_of
+from .undispatched import mark_written
 
 _MOST_RANKS = 16
 # The places of tensors among the arguments of `opreplay::collective` and `opreplay::collective_wait`.
@@ -376,9 +376,11 @@ class CollectiveHooks:
                 (torch._C.Future, ("then", "add_done_callback"), self._continuing),
             ):
                 place = _MODULE if owner.__module__ != "torch" else "torch._C"
-                patches += [Patch(place, f"{owner.__name__}.{name}", hook) for name in names if name in vars(owner)]
-            patches.append(Patch(_MODULE, "ProcessGroup.__init__", self._made))
-            patches.append(Patch("torch.distributed", "_verify_params_across_processes", self._filling))
+                patches += [
+                    Patch(place, f"{owner.__name__}.{name}", around(hook)) for name in names if name in vars(owner)
+                ]
+            patches.append(Patch(_MODULE, "ProcessGroup.__init__", around(self._made)))
+            patches.append(Patch("torch.distributed", "_verify_params_across_processes", around(self._filling)))
         self._patches = PatchSet(patches)
 
     def install(self) -> None:
@@ -395,15 +397,10 @@ class CollectiveHooks:
             if vars(group).get(name) is replacement:
                 setattr(group, name, original)
 
-    def _made(self, original: CollectiveFunction) -> CollectiveFunction:
+    def _made(self, original: CollectiveFunction, group: Any, *args: Any, **kwargs: Any) -> None:
         """A group of a class that may have been written since the capture began."""
-
-        @functools.wraps(original)
-        def init(group: Any, *args: Any, **kwargs: Any) -> None:
-            original(group, *args, **kwargs)
-            self._recorder.attempt(self._replace_of, type(group))
-
-        return init
+        original(group, *args, **kwargs)
+        self._recorder.attempt(self._replace_of, type(group))
 
     def _replace_of(self, group: type) -> None:
         below = set(_below(torch._C._distributed_c10d.ProcessGroup))
@@ -416,53 +413,39 @@ class CollectiveHooks:
         for name in _METHODS:
             original = vars(group).get(name)
             if callable(original) and original not in done:
-                replacement = self._direct(original)
+                replacement = around(self._direct)(original)
                 setattr(group, name, replacement)
                 self._replaced.append((group, name, original, replacement))
 
-    def _direct(self, original: CollectiveFunction) -> CollectiveFunction:
+    def _direct(self, original: CollectiveFunction, group: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
+        if not recorder.launching():
+            return original(group, *args, **kwargs)
+        recorder.attempt(self._tell_direct, group, original)
+        recorder.attempt(mark_written, recorder, (args, kwargs))
+        with recorder.paused():
+            work = original(group, *args, **kwargs)
+        recorder.attempt(mark_written, recorder, (args, kwargs))
+        return work
 
-        @functools.wraps(original)
-        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if not recorder.launching():
-                return original(group, *args, **kwargs)
-            recorder.attempt(tell, group, (args, kwargs))
-            with recorder.paused():
-                work = original(group, *args, **kwargs)
-            recorder.attempt(mark, (args, kwargs))
-            return work
+    def _tell_direct(self, group: Any, original: CollectiveFunction) -> None:
+        detail = (
+            f"a collective on {type(group).__name__} itself, rank {group.rank()} of {group.size()}, passes no "
+            "operator, and is not recorded as one"
+        )
+        self._recorder.unsupported("collective", f"{type(group).__name__}.{original.__name__}", detail)
 
-        def tell(group: Any, given: Any) -> None:
-            detail = (
-                f"a collective on {type(group).__name__} itself, rank {group.rank()} of {group.size()}, passes no "
-                "operator, and is not recorded as one"
-            )
-            recorder.unsupported("collective", f"{type(group).__name__}.{original.__name__}", detail)
-            mark(given)
-
-        def mark(given: Any) -> None:
-            for tensor in tensors_of(given):
-                recorder.mark_outside_write(tensor)
-
-        return call
-
-    def _launching(self, original: CollectiveFunction) -> CollectiveFunction:
+    def _launching(self, original: CollectiveFunction, group: Any, *args: Any, **kwargs: Any) -> Any:
         """A method of a group: the Work that it returns is of what was launched in it."""
-
-        @functools.wraps(original)
-        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            mine = self._recorder.attempt(self._begin)
-            try:
-                work = original(group, *args, **kwargs)
-            finally:
-                if mine is not None:
-                    mine.from_python = False
+        mine = self._recorder.attempt(self._begin)
+        try:
+            work = original(group, *args, **kwargs)
+        finally:
             if mine is not None:
-                self._recorder.attempt(self._launched, work, original.__name__ == "_end_coalescing")
-            return work
-
-        return call
+                mine.from_python = False
+        if mine is not None:
+            self._recorder.attempt(self._launched, work, original.__name__ == "_end_coalescing")
+        return work
 
     def _begin(self) -> _OfThread:
         mine: _OfThread = self._session.collectives.of_thread
@@ -482,40 +465,25 @@ class CollectiveHooks:
             self._coalescing.launches = None
         recent.clear()
 
-    def _filling(self, original: CollectiveFunction) -> CollectiveFunction:
+    def _filling(self, original: CollectiveFunction, /, *args: Any, **kwargs: Any) -> Any:
         """A function of DDP's in C++ that fills host memory through addresses, and copies it to the device."""
+        self._session.unwritten_reads += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._session.unwritten_reads -= 1
 
-        @functools.wraps(original)
-        def fill(*args: Any, **kwargs: Any) -> Any:
-            self._session.unwritten_reads += 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._session.unwritten_reads -= 1
+    def _starting(self, original: CollectiveFunction, group: Any, *args: Any, **kwargs: Any) -> Any:
+        self._coalescing.launches = []
+        return original(group, *args, **kwargs)
 
-        return fill
-
-    def _starting(self, original: CollectiveFunction) -> CollectiveFunction:
-        @functools.wraps(original)
-        def start(group: Any, *args: Any, **kwargs: Any) -> Any:
-            self._coalescing.launches = []
-            return original(group, *args, **kwargs)
-
-        return start
-
-    def _waiting(self, original: CollectiveFunction) -> CollectiveFunction:
+    def _waiting(self, original: CollectiveFunction, work: Any, *args: Any, **kwargs: Any) -> Any:
         """A method of a Work or a future: once it has returned (of `is_completed`: True), what was launched is done."""
-        recorder, asks = self._recorder, original.__name__ == "is_completed"
-
-        @functools.wraps(original)
-        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            began_ns = time.perf_counter_ns()
-            results = original(work, *args, **kwargs)
-            if (not asks or results) and recorder.launching():
-                recorder.attempt(self._waited, work, original.__name__, began_ns)
-            return results
-
-        return wait
+        began_ns = time.perf_counter_ns()
+        results = original(work, *args, **kwargs)
+        if (original.__name__ != "is_completed" or results) and self._recorder.launching():
+            self._recorder.attempt(self._waited, work, original.__name__, began_ns)
+        return results
 
     def _waited(self, work: Any, name: str, began_ns: int) -> None:
         launches, ended_ns = self._launches.get(work), time.perf_counter_ns()
@@ -528,24 +496,19 @@ class CollectiveHooks:
     def _told_of_any(self) -> bool:
         return bool(self._session.collectives.count) or self._session.records.told("collective")
 
-    def _continuing(self, original: CollectiveFunction) -> CollectiveFunction:
+    def _continuing(self, original: CollectiveFunction, work: Any, *args: Any, **kwargs: Any) -> Any:
         """A method that returns a future of the same launch, or calls something once it is done."""
         recorder = self._recorder
-
-        @functools.wraps(original)
-        def go_on(work: Any, *args: Any, **kwargs: Any) -> Any:
-            launches = recorder.attempt(self._launches.get, work)
-            if args and callable(args[0]):
-                callback = self._after_wait(args[0], launches) if launches else args[0]
-                args = (recorder.in_any_thread(callback), *args[1:])
-            future = original(work, *args, **kwargs)
-            if launches and future is not None:
-                self._launches[future] = launches
-            elif not launches and original.__name__ == "get_future" and recorder.launching():
-                recorder.attempt(self._waited, work, original.__name__, time.perf_counter_ns())
-            return future
-
-        return go_on
+        launches = recorder.attempt(self._launches.get, work)
+        if args and callable(args[0]):
+            callback = self._after_wait(args[0], launches) if launches else args[0]
+            args = (recorder.in_any_thread(callback), *args[1:])
+        future = original(work, *args, **kwargs)
+        if launches and future is not None:
+            self._launches[future] = launches
+        elif not launches and original.__name__ == "get_future" and recorder.launching():
+            recorder.attempt(self._waited, work, original.__name__, time.perf_counter_ns())
+        return future
 
     def _after_wait(self, callback: CollectiveFunction, launches: list[Launch]) -> CollectiveFunction:
         @functools.wraps(callback)

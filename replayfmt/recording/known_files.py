@@ -165,18 +165,13 @@ def _tensor_ranges(path: str, length: int) -> tuple[str, tuple[tuple[int, int], 
     kind = format_of(path)  # not by its name: the target of a symbolic link is often named by a hash
     ranges = None
     if kind == "safetensors":
-        ranges = _safetensors(path, length)
+        tensors = _safetensors_tensors(path, length)
+        ranges = None if tensors is None else tuple(place for place, _ in tensors)
     elif kind == "torch":
         ranges = _archive(path, length)
     if ranges is None and path.endswith(".safetensors"):
         raise UsageError(f"--file={path}: is not a safetensors file, whatever its name says: its header cannot be read")
     return ("raw", None) if ranges is None else (kind, ranges)
-
-
-def _safetensors(path: str, length: int) -> tuple[tuple[int, int], ...] | None:
-    """The tensors of a safetensors file. None if it only looks like one at the start."""
-    tensors = _safetensors_tensors(path, length)
-    return None if tensors is None else tuple(place for place, _ in tensors)
 
 
 def dtypes_in(path: str) -> dict[tuple[int, int], str]:

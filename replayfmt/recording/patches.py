@@ -22,6 +22,8 @@ from importlib.machinery import ModuleSpec
 from types import MethodType, ModuleType
 from typing import Any, Protocol, TypeVar
 
+from .frames import leave_no_frames
+
 Callback = Callable[[ModuleType], None]
 _T = TypeVar("_T")
 
@@ -224,6 +226,36 @@ class Patch:
     @property
     def target(self) -> str:
         return f"{self.module}.{self.attribute}"
+
+    @property
+    def missing(self) -> str:
+        """What is said where this build lacks the target."""
+        return f"this build has no {self.target}, so work that goes through it cannot be seen"
+
+
+def report_missing(recorder: HookHost, patch: Patch) -> None:
+    """A target is missing: its work would go unseen, so no strict replay may trust the capture."""
+    recorder.unsupported_throughout(patch.reason, patch.target, patch.missing)
+
+
+def around(
+    hook: Callable[..., Any], leave: Callable[[BaseException], None] = leave_no_frames
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For a patch: each call of the original is one of `hook(original, ...)`. What that raises shows no frame of the
+    recorder's (`leave`)."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(original, *args, **kwargs)
+            except BaseException as error:
+                leave(error)
+                raise
+
+        return call
+
+    return wrap
 
 
 class StandIn:

@@ -18,7 +18,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from replayfmt.pytorch.tensors.memory import layout_of, storage_of
 
 from .frames import leave_no_frames
 from .inductor import Regions, running_regions
-from .patches import HookHost, Patch, PatchSet, Watch, targets
+from .patches import HookHost, Patch, Patched, PatchSet, Watch, around, report_missing, targets
 
 Function = Callable[..., Any]
 
@@ -52,8 +52,8 @@ _HIDING_NODES = (
 _NOBODY = cast(HookHost, None)  # for when the table is only read
 
 
-class Hooks:
-    """The hooks of one capture. `missing` lists targets that this build lacks, among the modules imported so far."""
+class Hooks(Patched):
+    """The hooks of one capture."""
 
     def __init__(self, recorder: HookHost, compiled: str = "keep") -> None:
         """`compiled`: `keep` lets compiled regions run as they are, `kernels` records what they call, `eager` has
@@ -64,10 +64,6 @@ class Hooks:
         self._patches = PatchSet(table(recorder, self._regions), self._report_missing)
         self._dynamo: Watch | None = None
         self._stance: Any = None
-
-    @property
-    def missing(self) -> list[str]:
-        return [patch.target for patch in self._patches.missing]
 
     def install(self) -> None:
         if self._compiled == "eager":
@@ -117,12 +113,9 @@ class Hooks:
             self._stance = dynamo.set_stance("force_eager")
 
     def _report_missing(self, patch: Patch) -> None:
-        """Report a target that this build lacks: its work would go unseen, so no strict replay may trust the
-        capture."""
-        detail = f"this build has no {patch.target}, so work that goes through it cannot be seen"
         if patch.vital:
-            self._recorder.unsupported_throughout(patch.reason, patch.target, detail)
-        warnings.warn(f"opreplay: {detail}", RuntimeWarning, stacklevel=2)
+            report_missing(self._recorder, patch)
+        warnings.warn(f"opreplay: {patch.missing}", RuntimeWarning, stacklevel=2)
 
 
 def hook_policies() -> dict[str, str]:
@@ -185,13 +178,13 @@ def _region(
         signature = recorder.unsupported(reason, name, f"{first}; {detail}" if first else detail)
         if signature is not None and regions is None:
             note(region, signature, args)
-        _mark(recorder, _written_arguments(region, args, kwargs))
+        mark_written(recorder, _written_arguments(region, args, kwargs))
         return [(_storage(tensor), weakref.ref(tensor)) for tensor in tensors_of((args, kwargs))]
 
     def note(region: Any, signature: int, args: tuple[Any, ...]) -> None:
         if type(region).__weakrefoffset__:
             calling = recorder.session.noted_region(
-                signature, _written_indices(region, args), functools.partial(_mark_all, recorder)
+                signature, _written_indices(region, args), functools.partial(mark_written, recorder)
             )
             if calling is None:
                 return
@@ -202,35 +195,16 @@ def _region(
         # A result may reuse the memory of an earlier result, or of an argument that has no other reference. What the
         # region passes through (a forward region returns what its backward needs) is unchanged.
         kept = {storage for storage, tensor in given or () if tensor() is not None}
-        _mark(recorder, (tensor for tensor in tensors_of(results) if _storage(tensor) not in kept))
+        mark_written(recorder, [tensor for tensor in tensors_of(results) if _storage(tensor) not in kept])
 
     return call
 
 
-def _compiling(recorder: HookHost, original: Function) -> Function:
+def _compiling(recorder: HookHost, original: Function, /, *args: Any, **kwargs: Any) -> Any:
     """Inductor compiles: what it computes for that (patterns to look for, trials of kernels) is no work of the
     program's."""
-
-    @functools.wraps(original)
-    def compiled(*args: Any, **kwargs: Any) -> Any:
-        with recorder.paused():
-            return original(*args, **kwargs)
-
-    return compiled
-
-
-def _leaving_no_frames(call: Function) -> Function:
-    """`call`, with the recorder's frames removed from the tracebacks of what it raises."""
-
-    @functools.wraps(call)
-    def outermost(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(*args, **kwargs)
-        except BaseException as error:
-            leave_no_frames(error)
-            raise
-
-    return outermost
+    with recorder.paused():
+        return original(*args, **kwargs)
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
@@ -238,12 +212,7 @@ def _storage(tensor: torch.Tensor) -> int | None:
     return storage_of(tensor)._cdata if layout_of(tensor) is torch.strided else None
 
 
-def _mark(recorder: HookHost, tensors: Iterable[torch.Tensor]) -> None:
-    for tensor in tensors:
-        recorder.mark_outside_write(tensor)
-
-
-def _mark_all(recorder: HookHost, value: Any) -> bool:
+def mark_written(recorder: HookHost, value: Any) -> bool:
     """Mark every tensor in a value. Returns whether nothing more need be said of their memory until it is used."""
     return all([recorder.mark_outside_write(tensor) for tensor in tensors_of(value)])
 
@@ -254,13 +223,10 @@ def _written_indices(region: Any, args: tuple[Any, ...]) -> list[int] | None:
     return None if indices is None or len(args) != 1 or not isinstance(args[0], (list, tuple)) else list(indices)
 
 
-def _written_arguments(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+def _written_arguments(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments that a region may write: those that Inductor names, else all."""
     indices = _written_indices(region, args)
-    if indices is None:
-        yield from tensors_of((args, kwargs))
-    else:
-        yield from tensors_of([args[0][i] for i in indices if i < len(args[0])])
+    return (args, kwargs) if indices is None else [args[0][i] for i in indices if i < len(args[0])]
 
 
 def _graph_name(graph: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
@@ -340,33 +306,24 @@ def _static_name(region: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
     return type(region).__qualname__, _STATIC
 
 
-def _script(recorder: HookHost, original: Function) -> Function:
+def _script(recorder: HookHost, original: Function, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A TorchScript call: its operators are recorded as they are issued; fused groups hide theirs."""
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        results = original(self, *args, **kwargs)
-        recorder.attempt(leave, self, (args, kwargs, results))
-        return results
-
-    def leave(region: Any, values: Any) -> None:
-        hidden = _hiding_nodes()
-        if hidden and recorder.launching():
-            advice = _OF_INFERENCE if any("mkldnn" in kind.lower() for kind in hidden) else ""
-            recorder.unsupported(
-                "compiled_region",
-                f"torch.jit {getattr(region, 'name', type(region).__name__)}",
-                f"TorchScript ran {', '.join(hidden)}, which call no operators{advice}",
-            )
-            _mark(recorder, tensors_of(values))
-
-    return call
+    results = original(function, *args, **kwargs)
+    recorder.attempt(_tell_hidden, recorder, function, (args, kwargs, results))
+    return results
 
 
-def _hiding_nodes() -> list[str]:
-    """The kinds of nodes in the TorchScript graph this thread executed last that run kernels unseen."""
-    graph: Any = torch._C._last_executed_optimized_graph()
-    return [] if graph is None else [kind for kind in _HIDING_NODES if graph.findAllNodes(kind)]
+def _tell_hidden(recorder: HookHost, function: Any, values: Any) -> None:
+    graph: Any = torch._C._last_executed_optimized_graph()  # by this thread
+    hidden = [] if graph is None else [kind for kind in _HIDING_NODES if graph.findAllNodes(kind)]
+    if hidden and recorder.launching():
+        advice = _OF_INFERENCE if any("mkldnn" in kind.lower() for kind in hidden) else ""
+        recorder.unsupported(
+            "compiled_region",
+            f"torch.jit {getattr(function, 'name', type(function).__name__)}",
+            f"TorchScript ran {', '.join(hidden)}, which call no operators{advice}",
+        )
+        mark_written(recorder, values)
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -389,8 +346,8 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 def table(recorder: HookHost, regions: Regions | None = None) -> list[Patch]:
     """Every hook, for one recorder. `regions`: what records the insides of Inductor's regions, if anything does."""
 
-    def hook(make: Callable[..., Function], *extra: Any) -> Callable[[Function], Function]:
-        return lambda original: _leaving_no_frames(make(recorder, *extra, original))
+    def hook(call: Function) -> Callable[[Function], Function]:
+        return around(functools.partial(call, recorder))
 
     def region(describe: Function, **more: Any) -> Callable[[Function], Function]:
         return lambda original: _region(recorder, describe, original, **more)

@@ -99,6 +99,18 @@ _STANDS_IN = {"RecordingMode.__torch_dispatch__", "RecordingMode._dispatch", "Re
               "ModeAttachment.mode_now", "ModeAttachment.sees_first", "ModeAttachment.paused",
               "HookAttachment.mode_now",
               "HookAttachment.sees_first", "HookAttachment.paused", "HookAttachment._without_key", "_told",
+              "HookAttachment._away", "HookAttachment._loud", "HookAttachment._looked_through",
+              "_InferenceMode._entering", "_InferenceMode._leaving", "Threads._starting", "Threads._staying",
+              "DeclaredWork._around", "DeclaredWork._around_keys", "WholeComposites._after_lookup",
+              "WholeComposites._after_registering", "Graphs.begin", "Graphs.end", "Graphs.warm_up",
+              "Graphs.replay", "Graphs.reset", "Graphs.register", "Graphs.branch", "Graphs.raw",
+              "TritonLaunches.launch", "TritonLaunches.bind", "TritonLaunches.call_launcher",
+              "TritonLaunches.tune", "TritonLaunches.trial", "TritonLaunches.launch_of_inductor",
+              "CollectiveHooks._made", "CollectiveHooks._direct", "CollectiveHooks._launching",
+              "CollectiveHooks._filling", "CollectiveHooks._starting", "CollectiveHooks._waiting",
+              "CollectiveHooks._continuing", "_resize", "_sharing", "_compiling", "_script",
+              "ProgramReplacement._finishing", "ChildrenSeen._returning_pid", "ChildrenSeen._popen",
+              "ChildrenSeen._process",
               "ModeAttachment.hidden", "HookAttachment.hidden", "_without_modes"}
 # fmt: on
 _ATTEMPT = (capture_session.CaptureSession, native_mode.NativeMode)  # by a wrapper of their methods

@@ -22,8 +22,7 @@ import torch
 from torch._C import _push_on_torch_dispatch_stack
 
 from ..dispatch.mode import RecordingMode, remove_mode
-from ..frames import leave_no_frames
-from ..patches import HookHost, Patch, Patched, PatchSet
+from ..patches import HookHost, Patch, Patched, PatchSet, around, report_missing
 from ..stream.records import Unrepresentable
 from .graph_body import Allocated, GraphBody, GraphKernel, UsedMemory
 from .graph_capture import REASON, GraphMode
@@ -68,7 +67,7 @@ class Graphs(Patched):
         self._begun: dict[int, _GraphBegun] = {}  # by the identity of the graph
         self._numbers = iter(range(1, 1 << 62))
         self._now = threading.local()  # `replay`: what the kernel's call does; `begins`: whether a capture begins
-        self._patches = PatchSet(table(self), self._report_missing)
+        self._patches = PatchSet(table(self), lambda patch: report_missing(recorder, patch) if patch.vital else None)
 
     def remove(self) -> None:
         super().remove()
@@ -78,36 +77,25 @@ class Graphs(Patched):
         self._begun.clear()
         self._known.clear()
 
-    def _report_missing(self, patch: Patch) -> None:
-        """Work that goes through it would go unseen."""
-        if patch.vital:
-            detail = f"this build has no {patch.target}, so work that goes through it cannot be seen"
-            self._recorder.unsupported_throughout(REASON, patch.target, detail)
-
     # ------------------------------------------------------------------------------------------------------- a capture
 
-    def begin(self, original: _Function) -> _Function:
+    def begin(self, original: _Function, graph: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Of `capture_begin`."""
-
-        @functools.wraps(original)
-        def capture_begin(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if getattr(self._now, "begins", False):  # a class calls that of its base
-                return original(graph, *args, **kwargs)
-            mode = self._recorder.attempt(self._recorder.mode_here)
-            if mode is not None:
-                self._recorder.attempt(self._follow_streams, mode)
-            self._now.begins = True
-            try:
-                # The seeds of generators, which PyTorch writes here and at each replay: a replay's graph has its own.
-                with self._recorder.hidden():
-                    result = original(graph, *args, **kwargs)
-            finally:
-                self._now.begins = False
-            if mode is not None:
-                self._recorder.attempt(self._begin, graph, mode)
-            return result
-
-        return capture_begin
+        if getattr(self._now, "begins", False):  # a class calls that of its base
+            return original(graph, *args, **kwargs)
+        mode = self._recorder.attempt(self._recorder.mode_here)
+        if mode is not None:
+            self._recorder.attempt(self._follow_streams, mode)
+        self._now.begins = True
+        try:
+            # The seeds of generators, which PyTorch writes here and at each replay: a replay's graph has its own.
+            with self._recorder.hidden():
+                result = original(graph, *args, **kwargs)
+        finally:
+            self._now.begins = False
+        if mode is not None:
+            self._recorder.attempt(self._begin, graph, mode)
+        return result
 
     @staticmethod
     def _follow_streams(mode: RecordingMode) -> None:
@@ -140,27 +128,22 @@ class Graphs(Patched):
         self._known.pop(graph, None)
         self._begun[id(graph)] = begun
 
-    def end(self, original: _Function) -> _Function:
+    def end(self, original: _Function, graph: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Of `capture_end`."""
-
-        @functools.wraps(original)
-        def capture_end(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
-            begun = self._begun.pop(id(graph), None)
+        begun = self._begun.pop(id(graph), None)
+        if begun is not None:
+            self._recorder.attempt(begun.mode.look)
+        try:
+            result = original(graph, *args, **kwargs)
+        except BaseException:
             if begun is not None:
-                self._recorder.attempt(begun.mode.look)
-            try:
-                result = original(graph, *args, **kwargs)
-            except BaseException:
-                if begun is not None:
-                    self._recorder.attempt(self._leave, begun)
-                    self._recorder.attempt(begun.mode.body.drop)
-                raise
-            if begun is not None:
-                self._recorder.attempt(self._end, graph, begun)
                 self._recorder.attempt(self._leave, begun)
-            return result
-
-        return capture_end
+                self._recorder.attempt(begun.mode.body.drop)
+            raise
+        if begun is not None:
+            self._recorder.attempt(self._end, graph, begun)
+            self._recorder.attempt(self._leave, begun)
+        return result
 
     @staticmethod
     def _leave(begun: _GraphBegun) -> None:
@@ -190,40 +173,26 @@ class Graphs(Patched):
             other.written_over += _lying_in(other.scratch, known.memory)
         self._known[graph] = known
 
-    def warm_up(self, original: _Function) -> _Function:
+    def warm_up(self, original: _Function, /, *args: Any, **kwargs: Any) -> Any:
         """Of `make_graphed_callables`: it warms up with gradients that nobody wrote, and drops what comes of it."""
-
-        @functools.wraps(original)
-        def make_graphed_callables(*args: Any, **kwargs: Any) -> Any:
-            mode = self._recorder.attempt(self._recorder.mode_here)
-            if mode is None:
-                return original(*args, **kwargs)
-            mode.core.unwritten_reads += 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                mode.core.unwritten_reads -= 1
-
-        return make_graphed_callables
+        mode = self._recorder.attempt(self._recorder.mode_here)
+        if mode is None:
+            return original(*args, **kwargs)
+        mode.core.unwritten_reads += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            mode.core.unwritten_reads -= 1
 
     # -------------------------------------------------------------------------------------------------------- a replay
 
-    def replay(self, original: _Function) -> _Function:
+    def replay(self, original: _Function, graph: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Of `replay`."""
-
-        @functools.wraps(original)
-        def replay(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
-            mode = self._recorder.attempt(self._recorder.mode_here)
-            run = functools.partial(original, graph, *args, **kwargs)
-            if mode is None:
-                return run()
-            try:
-                return self._replay(mode, graph, run)
-            except BaseException as error:
-                leave_no_frames(error)
-                raise
-
-        return replay
+        mode = self._recorder.attempt(self._recorder.mode_here)
+        run = functools.partial(original, graph, *args, **kwargs)
+        if mode is None:
+            return run()
+        return self._replay(mode, graph, run)
 
     def _replay(self, mode: RecordingMode, graph: Any, run: _Function) -> Any:
         if isinstance(mode, GraphMode):
@@ -286,51 +255,31 @@ class Graphs(Patched):
 
     # ---------------------------------------------------------------------------------------------------------- others
 
-    def reset(self, original: _Function) -> _Function:
+    def reset(self, original: _Function, graph: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Of `reset`: the graph is gone."""
+        self._recorder.attempt(self._known.pop, graph, None)
+        return original(graph, *args, **kwargs)
 
-        @functools.wraps(original)
-        def reset(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
-            self._recorder.attempt(self._known.pop, graph, None)
-            return original(graph, *args, **kwargs)
-
-        return reset
-
-    def register(self, original: _Function) -> _Function:
+    def register(self, original: _Function, graph: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Of `register_generator_state`, which allocates seeds, too."""
-
-        @functools.wraps(original)
-        def register_generator_state(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
-            with self._recorder.hidden():
-                return original(graph, *args, **kwargs)
-
-        return register_generator_state
-
-    def branch(self, original: _Function) -> _Function:
-        """Of what begins a part of a graph that is run on a condition (`torch.cond` while a graph is captured)."""
-
-        @functools.wraps(original)
-        def begin(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            mode = self._recorder.attempt(self._recorder.mode_here)
-            if isinstance(mode, GraphMode):
-                self._recorder.attempt(mode.body.unkept, "parts of it are run on a condition (conditional nodes)")
-                self._recorder.attempt(mode.streams.enter_current)  # the part is captured on a stream of its own
-            return result
-
-        return begin
-
-    def raw(self, original: _Function) -> _Function:
-        """Of what gives the program the graph itself."""
-
-        @functools.wraps(original)
-        def take(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
-            known = self._recorder.attempt(self._known.get, graph)
-            if known is not None:
-                known.problem = known.problem or _RAW
+        with self._recorder.hidden():
             return original(graph, *args, **kwargs)
 
-        return take
+    def branch(self, original: _Function, /, *args: Any, **kwargs: Any) -> Any:
+        """Of what begins a part of a graph that is run on a condition (`torch.cond` while a graph is captured)."""
+        result = original(*args, **kwargs)
+        mode = self._recorder.attempt(self._recorder.mode_here)
+        if isinstance(mode, GraphMode):
+            self._recorder.attempt(mode.body.unkept, "parts of it are run on a condition (conditional nodes)")
+            self._recorder.attempt(mode.streams.enter_current)  # the part is captured on a stream of its own
+        return result
+
+    def raw(self, original: _Function, graph: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Of what gives the program the graph itself."""
+        known = self._recorder.attempt(self._known.get, graph)
+        if known is not None:
+            known.problem = known.problem or _RAW
+        return original(graph, *args, **kwargs)
 
 
 def _alive(memory: list[UsedMemory]) -> Iterator[torch.UntypedStorage]:
@@ -370,7 +319,7 @@ def _in_cpp(base: str, method: str) -> bool:
 def table(graphs: Graphs) -> list[Patch]:
     """Every hook, for one capture."""
     found = [
-        Patch(module, f"{name}.{method}", make, REASON, vital=method == "replay")
+        Patch(module, f"{name}.{method}", around(make), REASON, vital=method == "replay")
         for module, name in (each[:2] if not _in_cpp(each[2], "replay") else ("torch._C", each[2]) for each in _CLASSES)
         for method, make in (
             ("capture_begin", graphs.begin),
@@ -382,19 +331,20 @@ def table(graphs: Graphs) -> list[Patch]:
     # The first half of `capture_end`, which not every version has apart, and what not every device has.
     more = (("capture_end_pre", graphs.end), ("register_generator_state", graphs.register))
     found += [
-        Patch("torch._C", f"{base}.{method}", make, REASON)
+        Patch("torch._C", f"{base}.{method}", around(make), REASON)
         for _module, _name, base in _CLASSES
         for method, make in more
         if _in_cpp(base, method)
     ]
     raw = ("raw_cuda_graph", "raw_cuda_graph_exec")
-    found += [Patch("torch.cuda.graphs", f"CUDAGraph.{method}", graphs.raw, REASON) for method in raw]
+    found += [Patch("torch.cuda.graphs", f"CUDAGraph.{method}", around(graphs.raw), REASON) for method in raw]
     branches = ("begin_capture_to_if_node", "begin_capture_to_while_node")  # not every version has them
     found += [
-        Patch("torch.cuda.graphs", f"CUDAGraph.{method}", graphs.branch, REASON)
+        Patch("torch.cuda.graphs", f"CUDAGraph.{method}", around(graphs.branch), REASON)
         for method in branches
         if hasattr(torch.cuda.graphs.CUDAGraph, method)
     ]
     return found + [
-        Patch(module, "make_graphed_callables", graphs.warm_up) for module in ("torch.cuda", "torch.cuda.graphs")
+        Patch(module, "make_graphed_callables", around(graphs.warm_up))
+        for module in ("torch.cuda", "torch.cuda.graphs")
     ]

@@ -34,13 +34,12 @@ from replayfmt.pytorch.triton.sources import (
 )
 
 from ..dispatch.mode import RecordingMode
-from ..frames import leave_no_frames
 from ..kernels import Attached, CodeKernel
-from ..patches import HookHost, Patch, Patched, PatchSet
+from ..patches import HookHost, Patch, Patched, PatchSet, around, report_missing
 from ..special_values import is_address
 from ..storages.trackers import GENERATED
 from ..stream.records import Unrepresentable
-from ..undispatched import tensors_of
+from ..undispatched import mark_written
 from .configurations import Alternative, CannotTell, Configurations, captured_by, of_autotuner
 
 _TUNER_MODULE = "torch._inductor.runtime.triton_heuristics"
@@ -377,12 +376,7 @@ class TritonLaunches(Patched):
         self._chosen_from: dict[int, tuple[Any, list[Any]]] = {}  # Inductor's autotuners, kept, and what each tried
         # `tuner`: the autotuner that runs; `tried`: configurations; `launch`: what the kernel's call does
         self._now = threading.local()
-        self._patches = PatchSet(table(self), self._report_missing)
-
-    def _report_missing(self, patch: Patch) -> None:
-        """Work that goes through it would go unseen."""
-        detail = f"this build has no {patch.target}, so work that goes through it cannot be seen"
-        self._recorder.unsupported_throughout(REASON, patch.target, detail)
+        self._patches = PatchSet(table(self), functools.partial(report_missing, recorder))
 
     @property
     def attached(self) -> list[Attached]:
@@ -391,145 +385,93 @@ class TritonLaunches(Patched):
 
     # -------------------------------------------------------------------------------------------------------- the hooks
 
-    def launch(self, original: _Function) -> _Function:
+    def launch(
+        self, original: _Function, kernel: Any, /, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any
+    ) -> Any:
         """Of a decorated function: `kernel[grid](…)`, compiled or interpreted."""
 
-        @functools.wraps(original)
-        def run(kernel: Any, /, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
-            def with_grid(sizes: Any) -> Any:
-                return original(kernel, *args, grid=sizes, warmup=False, **kwargs)
+        def with_grid(sizes: Any) -> Any:
+            return original(kernel, *args, grid=sizes, warmup=False, **kwargs)
 
-            def compiled(sizes: Any) -> Any:
-                return original(kernel, *args, grid=sizes, warmup=True, **kwargs)
+        def compiled(sizes: Any) -> Any:
+            return original(kernel, *args, grid=sizes, warmup=True, **kwargs)
 
-            try:
-                mode = None if warmup else self._recorder.attempt(self._recorder.mode_here)
-                if mode is None:
-                    return original(kernel, *args, grid=grid, warmup=warmup, **kwargs)
-                return self._launch(mode, _Launch(kernel, args, kwargs, with_grid, compiled), grid)
-            except BaseException as error:
-                leave_no_frames(error)
-                raise
+        mode = None if warmup else self._recorder.attempt(self._recorder.mode_here)
+        if mode is None:
+            return original(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+        return self._launch(mode, _Launch(kernel, args, kwargs, with_grid, compiled), grid)
 
-        return run
-
-    def bind(self, original: _Function) -> _Function:
+    def bind(self, original: _Function, compiled: Any, grid: Any) -> _Function:
         """Of a compiled kernel: `compiled[grid](…)`, which passes the decorated function by."""
 
-        @functools.wraps(original)
-        def bound(compiled: Any, grid: Any) -> _Function:
-            runner = original(compiled, grid)
+        def run(runner: _Function, /, *args: Any, **kwargs: Any) -> Any:
+            mode = self._recorder.attempt(self._recorder.mode_here)
+            if mode is None:
+                return runner(*args, **kwargs)
+            kernel = getattr(getattr(compiled, "src", None), "fn", compiled)
+            launch = _Launch(kernel, args, {}, lambda _grid: runner(*args, **kwargs), lambda _grid: compiled)
+            return self._launch(mode, launch, grid)
 
-            @functools.wraps(runner)
-            def run(*args: Any, **kwargs: Any) -> Any:
-                try:
-                    mode = self._recorder.attempt(self._recorder.mode_here)
-                    if mode is None:
-                        return runner(*args, **kwargs)
-                    kernel = getattr(getattr(compiled, "src", None), "fn", compiled)
-                    launch = _Launch(kernel, args, {}, lambda _grid: runner(*args, **kwargs), lambda _grid: compiled)
-                    return self._launch(mode, launch, grid)
-                except BaseException as error:
-                    leave_no_frames(error)
-                    raise
+        return around(run)(original(compiled, grid))
 
-            return run
-
-        return bound
-
-    def call_launcher(self, original: _Function) -> _Function:
+    def call_launcher(self, original: _Function, launcher: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Of Triton's launcher of a compiled kernel. A program that calls it passes all of the above by."""
+        if self._recorder.attempt(self._recorder.mode_here) is None:
+            return original(launcher, *args, **kwargs)
+        run = functools.partial(original, launcher, *args, **kwargs)
+        return self._unrecorded(launcher, "its launcher was called, which knows no source", run, (args, kwargs))
 
-        @functools.wraps(original)
-        def call(launcher: Any, /, *args: Any, **kwargs: Any) -> Any:
-            try:
-                if self._recorder.attempt(self._recorder.mode_here) is None:
-                    return original(launcher, *args, **kwargs)
-                run = functools.partial(original, launcher, *args, **kwargs)
-                return self._unrecorded(launcher, "its launcher was called, which knows no source", run, (args, kwargs))
-            except BaseException as error:
-                leave_no_frames(error)
-                raise
-
-        return call
-
-    def tune(self, original: _Function) -> _Function:
+    def tune(self, original: _Function, tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Of an autotuner: the configuration that it chose is that of the launch inside."""
-
-        @functools.wraps(original)
-        def run(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
-            before, own = getattr(self._now, "tuner", None), self._recorder.attempt(self._own_trials, tuner)
-            self._now.tuner, self._now.tried = tuner, []
+        before, own = getattr(self._now, "tuner", None), self._recorder.attempt(self._own_trials, tuner)
+        self._now.tuner, self._now.tried = tuner, []
+        if own:
+            tuner._bench = functools.partial(around(self.trial)(type(tuner)._bench), tuner)
+        try:
+            return original(tuner, *args, **kwargs)
+        finally:
+            self._now.tuner = before
             if own:
-                tuner._bench = functools.partial(self.trial(type(tuner)._bench), tuner)
-            try:
-                return original(tuner, *args, **kwargs)
-            except BaseException as error:
-                leave_no_frames(error)
-                raise
-            finally:
-                self._now.tuner = before
-                if own:
-                    vars(tuner).pop("_bench", None)
-
-        return run
+                vars(tuner).pop("_bench", None)
 
     @staticmethod
     def _own_trials(tuner: Any) -> bool:
         return "_bench" not in vars(tuner) and _tries_its_own_way(tuner)
 
-    def trial(self, original: _Function) -> _Function:
+    def trial(self, original: _Function, tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Of an autotuner: it tries a configuration."""
-
-        @functools.wraps(original)
-        def bench(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if self._recorder.attempt(self._recorder.mode_here) is None:
+        if self._recorder.attempt(self._recorder.mode_here) is None:
+            return original(tuner, *args, **kwargs)
+        self._now.tried.append(kwargs.get("config"))
+        try:
+            with self._recorder.hidden():
                 return original(tuner, *args, **kwargs)
-            self._now.tried.append(kwargs.get("config"))
-            try:
-                with self._recorder.hidden():
-                    return original(tuner, *args, **kwargs)
-            except BaseException as error:
-                leave_no_frames(error)
-                raise
-            finally:
-                for tensor in tensors_of(self._recorder.attempt(self._tried, tuner, args, kwargs)):
-                    self._recorder.mark_outside_write(tensor)
+        finally:
+            mark_written(self._recorder, self._recorder.attempt(self._tried, tuner, args, kwargs))
 
-        return bench
-
-    def launch_of_inductor(self, original: _Function) -> _Function:
+    def launch_of_inductor(self, original: _Function, tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Of Inductor's autotuner."""
-
-        @functools.wraps(original)
-        def run(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
-            try:
-                mode = self._recorder.attempt(self._recorder.mode_here)
-                # Its trials are launches, too, and under the interpreter it launches the decorated function.
-                if mode is None or kwargs.get("benchmark_run") or getattr(tuner, "triton_interpret", False):
-                    return original(tuner, *args, **kwargs)
-                given = {name: value for name, value in kwargs.items() if name not in _OF_TUNER}
-                with self._recorder.hidden():
-                    told = self._recorder.attempt(_explained, self._tuned, tuner, args, given)
-                if not isinstance(told, TunedLaunch):
-                    return self._unrecorded(tuner, told, lambda: original(tuner, *args, **kwargs), (args, given))
-                launch = _Launch(
-                    told.function,
-                    (),
-                    {**told.arguments, **told.options},
-                    lambda _grid: original(tuner, *args, **kwargs),
-                    lambda _grid: told.compiled,
-                    INDUCTOR,
-                    told.alike,
-                    told.generated,
-                    self._choice_of_inductor(tuner, told, args, given),
-                )
-                return self._launch(mode, launch, told.grid)
-            except BaseException as error:
-                leave_no_frames(error)
-                raise
-
-        return run
+        mode = self._recorder.attempt(self._recorder.mode_here)
+        # Its trials are launches, too, and under the interpreter it launches the decorated function.
+        if mode is None or kwargs.get("benchmark_run") or getattr(tuner, "triton_interpret", False):
+            return original(tuner, *args, **kwargs)
+        given = {name: value for name, value in kwargs.items() if name not in _OF_TUNER}
+        with self._recorder.hidden():
+            told = self._recorder.attempt(_explained, self._tuned, tuner, args, given)
+        if not isinstance(told, TunedLaunch):
+            return self._unrecorded(tuner, told, lambda: original(tuner, *args, **kwargs), (args, given))
+        launch = _Launch(
+            told.function,
+            (),
+            {**told.arguments, **told.options},
+            lambda _grid: original(tuner, *args, **kwargs),
+            lambda _grid: told.compiled,
+            INDUCTOR,
+            told.alike,
+            told.generated,
+            self._choice_of_inductor(tuner, told, args, given),
+        )
+        return self._launch(mode, launch, told.grid)
 
     def _tuned(self, tuner: Any, args: tuple[Any, ...], given: dict[str, Any]) -> TunedLaunch:
         """What a launch of Inductor's autotuner gives the kernel, once the configuration is chosen. Raises
@@ -632,8 +574,7 @@ class TritonLaunches(Patched):
             with self._recorder.hidden():
                 return run()
         finally:
-            for tensor in tensors_of(given):
-                self._recorder.mark_outside_write(tensor)
+            mark_written(self._recorder, given)
 
     def _call(self, **_arguments: Any) -> Any:
         """What a kernel's call does. Nothing inside is recorded: the interpreter calls operators of its own."""
@@ -739,12 +680,12 @@ def _explained(step: Callable[..., _T], *args: Any) -> _T | str:
 def table(launches: TritonLaunches) -> list[Patch]:
     """Every hook, for one capture."""
     return [
-        Patch("triton.runtime.jit", "JITFunction.run", launches.launch, REASON, vital=True),
-        Patch("triton.runtime.interpreter", "InterpretedFunction.run", launches.launch, REASON, vital=True),
-        Patch("triton.compiler.compiler", "CompiledKernel.__getitem__", launches.bind, REASON),
-        Patch("triton.backends.nvidia.driver", "CudaLauncher.__call__", launches.call_launcher, REASON),
-        Patch("triton.backends.amd.driver", "HIPLauncher.__call__", launches.call_launcher, REASON),
-        Patch(_AUTOTUNER, "Autotuner.run", launches.tune, REASON, vital=True),
-        Patch(_AUTOTUNER, "Autotuner._bench", launches.trial, REASON, vital=True),
-        Patch(_HEURISTICS, "CachingAutotuner.run", launches.launch_of_inductor, REASON, vital=True),
+        Patch("triton.runtime.jit", "JITFunction.run", around(launches.launch), REASON, vital=True),
+        Patch("triton.runtime.interpreter", "InterpretedFunction.run", around(launches.launch), REASON, vital=True),
+        Patch("triton.compiler.compiler", "CompiledKernel.__getitem__", around(launches.bind), REASON),
+        Patch("triton.backends.nvidia.driver", "CudaLauncher.__call__", around(launches.call_launcher), REASON),
+        Patch("triton.backends.amd.driver", "HIPLauncher.__call__", around(launches.call_launcher), REASON),
+        Patch(_AUTOTUNER, "Autotuner.run", around(launches.tune), REASON, vital=True),
+        Patch(_AUTOTUNER, "Autotuner._bench", around(launches.trial), REASON, vital=True),
+        Patch(_HEURISTICS, "CachingAutotuner.run", around(launches.launch_of_inductor), REASON, vital=True),
     ]

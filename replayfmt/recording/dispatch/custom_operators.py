@@ -27,7 +27,7 @@ from ..capture_session import CaptureSession
 from ..composite_operators import autocast_of_program
 from ..frames import is_interrupt, leave_no_own_frame
 from ..kernels import Action, CapturedKernel, tensors_in
-from ..patches import HookHost, Patch, Patched, PatchSet
+from ..patches import HookHost, Patch, Patched, PatchSet, around
 from ..special_values import plain_parts
 from ..storages.trackers import ATTRIBUTE, Tracker, has_bytes
 from ..stream.program_state import address, drawn_from, generator_state
@@ -44,45 +44,30 @@ class DeclaredWork(Patched):
     def __init__(self, recorder: HookHost, core: CaptureSession) -> None:
         self._recorder = recorder
         self._core = core
+        call, call_with_keys = (around(each, leave_no_own_frame) for each in (self._around, self._around_keys))
         self._patches = PatchSet(
             [
-                Patch("torch._ops", "OpOverload.__call__", self._around),
-                Patch("torch._ops", "OpOverloadPacket.__call__", self._around),
+                Patch("torch._ops", "OpOverload.__call__", call),
+                Patch("torch._ops", "OpOverloadPacket.__call__", call),
                 # Both take a set of dispatch keys, in which the recorder's may be missing. The first is what
                 # `OpOverload.redispatch` calls, the second what `torch.library.get_kernel` returns.
-                Patch("torch._C", "_DispatchOperatorHandle.redispatch_boxed", self._around_keys),
-                Patch("torch._C", "_SafeKernelFunction.call_boxed", self._around_keys),
+                Patch("torch._C", "_DispatchOperatorHandle.redispatch_boxed", call_with_keys),
+                Patch("torch._C", "_SafeKernelFunction.call_boxed", call_with_keys),
             ]
         )
 
-    def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
-            try:
-                name = self._core.attempt(_name, operator) or ""
-                if not name or is_pytorchs(name.partition("::")[0]) or not self._recorder.recording():
-                    return original(operator, *args, **kwargs)
-                return watch(self._core, functools.partial(original, operator), operator, name, args, kwargs)
-            except BaseException as error:
-                leave_no_own_frame(error)
-                raise
+    def _around(self, original: Callable[..., Any], operator: Any, /, *args: Any, **kwargs: Any) -> Any:
+        name = self._core.attempt(_name, operator) or ""
+        if not name or is_pytorchs(name.partition("::")[0]) or not self._recorder.recording():
+            return original(operator, *args, **kwargs)
+        return watch(self._core, functools.partial(original, operator), operator, name, args, kwargs)
 
-        return call
-
-    def _around_keys(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(called: Any, /, keys: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                run = functools.partial(original, called, keys)
-                operator = self._core.attempt(_operator_of, called) if self._recorder.recording() else None
-                if operator is None:
-                    return run(*args, **kwargs)
-                return watch(self._core, run, operator, operator._schema.name, args, kwargs)
-            except BaseException as error:
-                leave_no_own_frame(error)
-                raise
-
-        return call
+    def _around_keys(self, original: Callable[..., Any], called: Any, /, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(original, called, keys)
+        operator = self._core.attempt(_operator_of, called) if self._recorder.recording() else None
+        if operator is None:
+            return run(*args, **kwargs)
+        return watch(self._core, run, operator, operator._schema.name, args, kwargs)
 
 
 def _operator_of(called: Any) -> torch._ops.OpOverload | None:

@@ -30,13 +30,13 @@ from replayfmt.pytorch.overloads import find_overload
 from ..composite_operators import AUTOGRAD_KEYS, BACKENDS, handed_on, own_backends
 from ..frames import leave_no_frames, leave_no_own_frame
 from ..kernels import forget_libraries, tensors_in
-from ..patches import HookHost, Patch, PatchSet
+from ..patches import HookHost, Patch, Patched, PatchSet, around
 from ..special_values import dispatches_itself
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 
-class WholeComposites:
+class WholeComposites(Patched):
     """The kernels of one capture."""
 
     def __init__(self, recorder: HookHost, look_again: Callable[[], Any]) -> None:
@@ -46,19 +46,19 @@ class WholeComposites:
         self._libraries: dict[str, Any] = {}  # by namespace; their registrations end with them
         self._seen: set[str] = set()
         self._active = False
+        loading, registering = (
+            around(functools.partial(self._after_registering, forget), leave_no_own_frame)
+            for forget in (forget_libraries, lambda: None)
+        )
         self._patches = PatchSet(
             [
-                Patch("importlib.machinery", "ExtensionFileLoader.create_module", self._after_loading),
-                Patch("torch._ops", "_Ops.load_library", self._after_loading),
-                Patch("torch.library", "Library.impl", self._after_registering),
-                Patch("torch.library", "Library._destroy", self._after_registering),
-                Patch("torch._ops", "_OpNamespace.__getattr__", self._after_lookup),
+                Patch("importlib.machinery", "ExtensionFileLoader.create_module", loading),
+                Patch("torch._ops", "_Ops.load_library", loading),
+                Patch("torch.library", "Library.impl", registering),
+                Patch("torch.library", "Library._destroy", registering),
+                Patch("torch._ops", "_OpNamespace.__getattr__", around(self._after_lookup, leave_no_own_frame)),
             ]
         )
-
-    @property
-    def missing(self) -> list[str]:
-        return [patch.target for patch in self._patches.missing]
 
     def install(self) -> None:
         self._active = True
@@ -141,56 +141,24 @@ class WholeComposites:
 
     # ------------------------------------------------------------------------------------------------------- libraries
 
-    def _after(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _after_registering(
+        self, forget: Callable[[], None], original: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """The function, followed by a look for what it may have registered."""
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                result = original(*args, **kwargs)
-            except BaseException as error:
-                leave_no_own_frame(error)
-                raise
+        try:
+            result = original(*args, **kwargs)
             self.look()
             return result
+        finally:
+            forget()
+            if self._active:
+                self._look_again()
 
-        return call
-
-    def _after_loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        return self._after_registering(original, forget_libraries)
-
-    def _after_registering(
-        self, original: Callable[..., Any], forget: Callable[[], None] = lambda: None
-    ) -> Callable[..., Any]:
-        register = self._after(original)
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return register(*args, **kwargs)
-            except BaseException as error:
-                leave_no_own_frame(error)
-                raise
-            finally:
-                forget()
-                if self._active:
-                    self._look_again()
-
-        return call
-
-    def _after_lookup(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def find(namespace: Any, operator: str) -> Any:
-            try:
-                found = original(namespace, operator)
-            except BaseException as error:
-                leave_no_own_frame(error)
-                raise
-            if not is_pytorchs(namespace.name):
-                self.look()
-            return found
-
-        return find
+    def _after_lookup(self, original: Callable[..., Any], namespace: Any, operator: str) -> Any:
+        found = original(namespace, operator)
+        if not is_pytorchs(namespace.name):
+            self.look()
+        return found
 
 
 def _is_in_parts(tensors: list[torch.Tensor]) -> bool:

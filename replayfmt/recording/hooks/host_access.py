@@ -27,7 +27,7 @@ from replayfmt.native.hook import loaded_hook
 from replayfmt.pytorch.tensors.memory import layout_of, storage_of, tensors_in
 
 from ..frames import leave_no_frames
-from ..patches import HookHost, Patch, Patched, PatchSet, StandIn
+from ..patches import HookHost, Patch, Patched, PatchSet, StandIn, around
 
 _ELEMENTWISE = ("apply_", "map_", "map2_")
 _STORAGE = ("_byteswap", "_set_from_file", "_swap_data_ptr_")
@@ -44,7 +44,7 @@ class DirectWrites(Patched):
             [Patch("torch", f"Tensor.{name}", functools.partial(writes, 1)) for name in _ELEMENTWISE]
             + [Patch("torch.storage", f"UntypedStorage.{name}", functools.partial(writes, 2)) for name in _STORAGE]
             + [
-                Patch("torch.storage", f"UntypedStorage.{name}", functools.partial(_resize, recorder))
+                Patch("torch.storage", f"UntypedStorage.{name}", around(functools.partial(_resize, recorder)))
                 for name in _ALLOCATION
             ]
             + [Patch("torch.cuda.nccl", name, functools.partial(writes, None)) for name in _NCCL]
@@ -80,19 +80,13 @@ class _Write(StandIn):
                 self._recorder.tell(lambda core, storage: core.outside.storage_written(storage), value)
 
 
-def _resize(recorder: HookHost, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def resize(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        try:
-            resized = original(storage, *args, **kwargs)
-        except BaseException as error:
-            leave_no_frames(error)
-            raise
-        if recorder.recording():
-            recorder.tell(lambda core: core.outside.storage_resized(storage))
-        return resized
-
-    return resize
+def _resize(
+    recorder: HookHost, original: Callable[..., Any], storage: torch.UntypedStorage, *args: Any, **kwargs: Any
+) -> Any:
+    resized = original(storage, *args, **kwargs)
+    if recorder.recording():
+        recorder.tell(lambda core: core.outside.storage_resized(storage))
+    return resized
 
 
 # Tensor.__dlpack__ ends in torch._C, and torch.to_dlpack is the same function under its older name.
@@ -115,7 +109,7 @@ class HostReads(Patched):
         self._patches = PatchSet(
             [Patch("torch", f"Tensor.{name}", functools.partial(wraps, name)) for name in _METHODS]
             + [Patch(module, name, functools.partial(wraps, name)) for module, name in _FUNCTIONS]
-            + [Patch("torch.storage", name, functools.partial(_sharing, recorder)) for name in _SHARES]
+            + [Patch("torch.storage", name, around(functools.partial(_sharing, recorder))) for name in _SHARES]
             + [Patch("torch", f"Tensor.{_INTERFACE}", lambda original: property(wraps(_INTERFACE, original.fget)))]
             + [Patch("torch", f"{owner}.data_ptr", functools.partial(_Address, recorder)) for owner in _ADDRESSED]
         )
@@ -274,19 +268,13 @@ def _share(recorder: HookHost, owner: Any, windowed: bool) -> None:
         recorder.watch(storage_of(owner), windowed=windowed)
 
 
-def _sharing(recorder: HookHost, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def share(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        try:
-            shared = original(storage, *args, **kwargs)
-            if recorder.recording():
-                recorder.attempt(recorder.watch, storage)
-            return shared
-        except BaseException as error:
-            leave_no_frames(error)
-            raise
-
-    return share
+def _sharing(
+    recorder: HookHost, original: Callable[..., Any], storage: torch.UntypedStorage, *args: Any, **kwargs: Any
+) -> Any:
+    shared = original(storage, *args, **kwargs)
+    if recorder.recording():
+        recorder.attempt(recorder.watch, storage)
+    return shared
 
 
 def _has_values(tensor: Any) -> bool:

@@ -20,7 +20,7 @@ from replayfmt.errors import NothingCaptured
 from replayfmt.format.validation import tell
 
 from ..options import CaptureOptions
-from ..patches import Patch, PatchSet, Watch
+from ..patches import Patch, PatchSet, Watch, around
 
 _PYTHON = re.compile(r"\A(python|pypy)[\d.]*(\.exe)?\Z")
 _ASSIGNMENT = re.compile(r"\A\w+=")
@@ -124,10 +124,12 @@ class ChildrenSeen:
         self._recorded = options.unlimited() if options is not None and options.children == "record" else None
         self._own: set[int] = set()  # idents of threads that start processes for the recorder
         self._workers: set[int] = set()
-        forks = functools.partial(self._returning_pid, lambda _arguments: ("forked", True))
-        spawns = functools.partial(
-            self._returning_pid,
-            lambda arguments: (_command(arguments[1]), runs_python_program(arguments[1], executable=arguments[0])),
+        forks = around(functools.partial(self._returning_pid, lambda _arguments: ("forked", True)))
+        spawns = around(
+            functools.partial(
+                self._returning_pid,
+                lambda arguments: (_command(arguments[1]), runs_python_program(arguments[1], executable=arguments[0])),
+            )
         )
         self._patches = PatchSet(
             [
@@ -136,8 +138,8 @@ class ChildrenSeen:
                 Patch("os", "posix_spawn", spawns),
                 Patch("os", "posix_spawnp", spawns),
                 Patch("multiprocessing.util", "spawnv_passfds", spawns),
-                Patch("subprocess", "Popen.__init__", self._popen),
-                Patch("multiprocessing.process", "BaseProcess.start", self._process),
+                Patch("subprocess", "Popen.__init__", around(self._popen)),
+                Patch("multiprocessing.process", "BaseProcess.start", around(self._process)),
             ]
         )
 
@@ -188,39 +190,32 @@ class ChildrenSeen:
                 self._workers.discard(pid)
 
     def _returning_pid(
-        self, describe: Callable[[tuple[Any, ...]], tuple[str, bool]], original: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def start(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self._note(result[0] if isinstance(result, tuple) else result, *describe(args))
-            return result
+        self,
+        describe: Callable[[tuple[Any, ...]], tuple[str, bool]],
+        original: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        result = original(*args, **kwargs)
+        self._note(result[0] if isinstance(result, tuple) else result, *describe(args))
+        return result
 
-        return start
+    def _popen(self, original: Callable[..., None], popen: Any, *args: Any, **kwargs: Any) -> None:
+        original(popen, *args, **kwargs)
+        works = runs_python_program(popen.args, executable=kwargs.get("executable"))
+        self._note(popen.pid, _command(popen.args), works)
 
-    def _popen(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def init(popen: Any, *args: Any, **kwargs: Any) -> None:
-            original(popen, *args, **kwargs)
-            works = runs_python_program(popen.args, executable=kwargs.get("executable"))
-            self._note(popen.pid, _command(popen.args), works)
-
-        return init
-
-    def _process(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def start(process: Any) -> None:
-            target = _target(process)  # gone once it runs
+    def _process(self, original: Callable[..., None], process: Any) -> None:
+        target = _target(process)  # gone once it runs
+        if self._recorded is not None:
+            process.run = RecordedRun(process, self.path, self._recorded)
+        try:
+            original(process)
+        finally:
             if self._recorded is not None:
-                process.run = RecordedRun(process, self.path, self._recorded)
-            try:
-                original(process)
-            finally:
-                if self._recorded is not None:
-                    del process.run
-            self._note(process.pid, f"{_MULTIPROCESSING} {process.name}{target}", True)
-
-        return start
+                del process.run
+        self._note(process.pid, f"{_MULTIPROCESSING} {process.name}{target}", True)
 
 
 _SHOWN = 8  # children that a message lists

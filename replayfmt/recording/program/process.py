@@ -28,7 +28,7 @@ from replayfmt.format.output import in_main_thread
 from replayfmt.native.watching import ThreadWatch
 
 from ..frames import in_recorders_work
-from ..patches import Patch, PatchSet
+from ..patches import Patch, PatchSet, around
 
 _PACKAGE = __package__.partition(".")[0]
 _NEED_TORCH = frozenset(f"{_PACKAGE}.{name}" for name in ("pytorch", "recording.recorder", "replay", "benchmark"))
@@ -85,7 +85,7 @@ class ProgramReplacement:
     def __init__(self, finish: Callable[[str | None], None]) -> None:
         self._finish = finish
         self._patches = PatchSet(
-            Patch(module, name, functools.partial(self._finishing, f"os.{name}"))
+            Patch(module, name, around(functools.partial(self._finishing, f"os.{name}")))
             for module in ("os", "posix")
             for name in _NAMES
         )
@@ -97,16 +97,12 @@ class ProgramReplacement:
         """Idempotent."""
         self._patches.remove()
 
-    def _finishing(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def replace(*args: Any, **kwargs: Any) -> Any:
-            if name != _ENDS:
-                self._finish(name)
-            elif not in_recorders_work():  # a signal handler there would find the file half written
-                self._finish(None)
-            return original(*args, **kwargs)
-
-        return replace
+    def _finishing(self, name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if name != _ENDS:
+            self._finish(name)
+        elif not in_recorders_work():  # a signal handler there would find the file half written
+            self._finish(None)
+        return original(*args, **kwargs)
 
 
 TERMINATED = 128 + signal.SIGTERM

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import _thread
 import ctypes
-import functools
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from replayfmt.native.watching import settle
 from ..capture_session import CaptureSession
 from ..dispatch.mode import RecordingMode, mode_stack, remove_finished_modes, remove_mode, remove_mode_at, set_modes
 from ..dispatch.native_mode import NativeMode
-from ..patches import Patch, PatchSet
+from ..patches import Patch, PatchSet, around
 
 _HANDLER = RecordingMode.__torch_dispatch__.__code__
 _python = ctypes.pythonapi
@@ -440,13 +439,15 @@ class HookAttachment:
         self.mode: RecordingMode = self._native
         self._patches = PatchSet(
             [
-                Patch("torch._ops", "_compute_keyset", self._without_key),
-                Patch("torch._C", "_ForceDispatchKeyGuard", self._with_own_key),
-                Patch("torch._dynamo.guards", "CheckFunctionManager.__init__", self._looked_through),
+                Patch("torch._ops", "_compute_keyset", around(self._without_key)),
+                # Who gives a thread other sets of keys (those of a forward pass, for its backward) leaves the recorder
+                # in.
+                Patch("torch._C", "_ForceDispatchKeyGuard", self._hook.key_guard),
+                Patch("torch._dynamo.guards", "CheckFunctionManager.__init__", around(self._looked_through)),
                 # Of code compiled ahead of time, which looks through them by itself.
-                Patch("torch._dynamo.guards", "GuardManagerWrapper.check", self._away),
-                Patch("torch._dynamo.guards", "GuardManagerWrapper.check_verbose", self._away),
-                *[Patch(module, name, self._loud) for module, names in DOORS.items() for name in names],
+                Patch("torch._dynamo.guards", "GuardManagerWrapper.check", around(self._away)),
+                Patch("torch._dynamo.guards", "GuardManagerWrapper.check_verbose", around(self._away)),
+                *[Patch(module, name, around(self._loud)) for module, names in DOORS.items() for name in names],
             ]
         )
 
@@ -506,46 +507,28 @@ class HookAttachment:
         with self._hook.hidden(), _without_modes(self._core):
             yield
 
-    def _without_key(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _without_key(self, original: Callable[..., Any], args: Any, kwargs: Any, keys: Any) -> Any:
         """Higher-order operators, which are dispatched in Python, find the same kernel as without the recorder."""
+        return original(args, kwargs, self._hook.without_key(keys))
 
-        @functools.wraps(original)
-        def compute(args: Any, kwargs: Any, keys: Any) -> Any:
-            return original(args, kwargs, self._hook.without_key(keys))
-
-        return compute
-
-    def _with_own_key(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Who gives a thread other sets of keys (those of a forward pass, for its backward) leaves the recorder in."""
-        return self._hook.key_guard(original)
-
-    def _away(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _away(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Guards of compiled code are created and looked through without the key (by Dynamo: thread_watch.cpp)."""
+        included = self._hook.include(False)
+        try:
+            with self._core.thread_watch.covered():
+                return original(*args, **kwargs)
+        finally:
+            self._hook.include(included)
 
-        @functools.wraps(original)
-        def without(*args: Any, **kwargs: Any) -> Any:
-            included = self._hook.include(False)
-            try:
-                with self._core.thread_watch.covered():
-                    return original(*args, **kwargs)
-            finally:
-                self._hook.include(included)
-
-        return without
-
-    def _looked_through(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _looked_through(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Guards are created, which Dynamo looks through from now on: thread_watch.cpp is to be called then."""
-        return self._loud(self._away(original))
+        self._core.attempt(self.opened)
+        return self._away(original, *args, **kwargs)
 
-    def _loud(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _loud(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Who registers a RecordFunction callback here finds RecordFunction as it is without a capture."""
-
-        @functools.wraps(original)
-        def opened(*args: Any, **kwargs: Any) -> Any:
-            self._core.attempt(self.opened)
-            return original(*args, **kwargs)
-
-        return opened
+        self._core.attempt(self.opened)
+        return original(*args, **kwargs)
 
 
 @contextmanager
@@ -581,8 +564,8 @@ class _InferenceMode:
         self._core: CaptureSession | None = None  # of the last capture
         self._patches = PatchSet(
             [
-                Patch("torch._C", "_InferenceMode.__enter__", self._entering),
-                Patch("torch._C", "_InferenceMode.__exit__", self._leaving),
+                Patch("torch._C", "_InferenceMode.__enter__", around(self._entering)),
+                Patch("torch._C", "_InferenceMode.__exit__", around(self._leaving)),
             ]
         )
 
@@ -597,24 +580,16 @@ class _InferenceMode:
         self._in_use = False
         self._remove_unused()
 
-    def _entering(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def enter(*args: Any, **kwargs: Any) -> Any:
-            self._inside[get_ident()] += 1
+    def _entering(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self._inside[get_ident()] += 1
+        return original(*args, **kwargs)
+
+    def _leaving(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        try:
             return original(*args, **kwargs)
-
-        return enter
-
-    def _leaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def leave(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            finally:
-                if get_ident() in self._inside and self._core is not None:
-                    self._core.attempt(self._left)
-
-        return leave
+        finally:
+            if get_ident() in self._inside and self._core is not None:
+                self._core.attempt(self._left)
 
     def _left(self) -> None:
         set_modes([*mode_stack(), TorchDispatchMode()])

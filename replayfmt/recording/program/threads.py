@@ -29,7 +29,7 @@ from replayfmt.collector import collector_paused
 
 from ..content.first_content import DIGESTING
 from ..frames import is_interrupt, leave_no_frames
-from ..patches import Patch, PatchSet
+from ..patches import Patch, PatchSet, around
 from .thread_attachment import NextStep, ThreadAttachment, how_it_ran, leave_finished, own_id, thread_states
 
 if TYPE_CHECKING:
@@ -91,11 +91,11 @@ class Threads:
         self._patches = PatchSet(
             [
                 *[
-                    Patch(module, name, self._starting)
+                    Patch(module, name, around(self._starting))
                     for module, name in _STARTERS
                     if hasattr(sys.modules[module], name)
                 ],
-                Patch("torch._C", "_InferenceMode.__exit__", self._staying),
+                Patch("torch._C", "_InferenceMode.__exit__", around(self._staying)),
             ]
         )
         core.scopes.first_record = self._first_record
@@ -203,16 +203,11 @@ class Threads:
 
     # ------------------------------------------------------------------------------------------------------ new threads
 
-    def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _starting(self, original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
         """The replacement of a function that starts threads, whose first argument is the thread's function."""
-
-        @functools.wraps(original)
-        def start(function: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.core.finished or not callable(function):
-                return original(function, *args, **kwargs)
-            return original(_Carrying(self, function), *args, **kwargs)
-
-        return start
+        if self.core.finished or not callable(function):
+            return original(function, *args, **kwargs)
+        return original(_Carrying(self, function), *args, **kwargs)
 
     def in_any_thread(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, which C++ code may call in a thread of its own. The thread participates for so long."""
@@ -296,19 +291,14 @@ class Threads:
         self._presence.show()
         return True
 
-    def _staying(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _staying(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The replacement of the end of inference mode, which puts a thread's dispatch keys back to what they were when
         it began: the thread may not have participated then."""
-
-        @functools.wraps(original)
-        def leave(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            finally:
-                if not self.core.finished and own_id() in self._carrying:
-                    self.core.attempt(self._presence.renew)
-
-        return leave
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if not self.core.finished and own_id() in self._carrying:
+                self.core.attempt(self._presence.renew)
 
     def has_joined(self) -> bool:
         """Whether the calling thread participates. Takes no lock."""

@@ -49,7 +49,7 @@ class ExternalFiles:
         `on_bytes(done, of all)` is called, from any thread, while digests are computed.
         """
         findings = []
-        needed = self._needed()
+        needed = {self._range(each).file for each in self._ranges() if self._reader.embedded_range(each) is None}
         digested = sum(self._file(number).bytes for number in needed if self._file(number).digest is not None)
         progress = None if on_bytes is None else _summed(on_bytes, digested)
         if ranges is not None:
@@ -161,9 +161,6 @@ class ExternalFiles:
             opened.close()
         self._opened.clear()
         self._whole.clear()
-
-    def _needed(self) -> set[int]:
-        return {self._range(each).file for each in self._ranges() if self._reader.embedded_range(each) is None}
 
     def _ranges(self) -> range:
         return range(1, len(self._reader.file_ranges))
