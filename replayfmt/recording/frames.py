@@ -67,6 +67,14 @@ def in_recorders_work() -> bool:
     return False
 
 
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Code, and that of the functions and classes that it makes."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
+
+
 def is_recorders(code: CodeType) -> bool:
     """Whether code is the recorder's own."""
     return code.co_filename.startswith(_HERE)

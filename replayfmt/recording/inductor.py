@@ -35,7 +35,7 @@ from replayfmt.pytorch.cpp_kernels import (
 )
 from replayfmt.pytorch.tensors.memory import storage_of
 
-from .frames import is_interrupt, leave_no_frames
+from .frames import codes_in, is_interrupt, leave_no_frames
 from .kernels import Attached, CapturedKernel, CodeKernel
 from .patches import HookHost
 from .storages.trackers import GENERATED
@@ -112,20 +112,13 @@ def read_module(text: str, namespace: Mapping[str, Any], running: CodeType) -> M
         compiled = compile(text, "<generated>", "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise Unknown(f"its text is no Python ({error}): it runs beneath Python, or was not kept") from error
-    if running not in set(_codes(compiled)):
+    if running not in set(codes_in(compiled)):
         raise Unknown("what runs is not what its text says")
     kernels = tuple(_declared(tree))
     reader = _Reader(namespace, frozenset(kernel.name for kernel in kernels))
     for function in _functions(tree):
         reader.read(function)
     return ModuleText(kernels, tuple(sorted(reader.allocators)))
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:

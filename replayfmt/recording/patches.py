@@ -34,92 +34,73 @@ class HookHost(Protocol):
     @property
     def session(self) -> Any:
         """What the capture in progress knows: a `Session` of stream/session.py, which imports torch."""
-        ...
 
     # What this thread is doing
 
     def present(self) -> bool:
         """Whether it is observed now: not paused, not inside an op. Recording may still have to begin."""
-        ...
 
     def recording(self) -> bool:
         """Whether an op that it issued now would be recorded."""
-        ...
 
     def launching(self) -> bool:
         """It is about to do work without an operator. Returns whether it is being recorded."""
-        ...
 
     def inside(self) -> bool:
-        """Whether it is inside an op, or in the recorder's own work."""
-        ...
+        """Whether it is inside an op, or in the recorder's own work. Threads of PyTorch's that do not take part just
+        now (at the end of a backward pass) are not."""
 
     def within(self) -> bool:
         """Likewise, also before recording has begun."""
-        ...
 
     def sees_first(self) -> bool:
-        """Whether only the recorder sees what it calls now."""
-        ...
+        """Whether the recorder alone sees what it calls now: no mode of the program lies above or below."""
 
     def mode_here(self) -> Any:
         """The `RecordingMode` that sees what it does now: the one that records it, or observes an operator. Or None."""
-        ...
 
     def graph_here(self) -> bool:
         """Whether what it does now, outside of ops, is seen as part of a graph."""
-        ...
 
     def is_on(self) -> bool:
         """Whether recording has begun and goes on."""
-        ...
 
     def in_any_thread(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, recorded also where C++ code calls it in a thread of its own."""
-        ...
 
     def paused(self) -> AbstractContextManager[Any]:
         """Inside, it records nothing."""
-        ...
 
     def hidden(self) -> AbstractContextManager[Any]:
         """Inside, nothing that it calls is recorded or observed."""
-        ...
 
     # What happened
 
     def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
         """Run recorder code: a failure in it ends the recording, not the program."""
-        ...
 
     def tell(self, what: Callable[..., _T], *args: Any) -> _T | None:
         """Call `what` with the `CaptureSession` and these, under its lock and as an attempt, if recording is on."""
-        ...
 
     def issue(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a kernel (`CapturedKernel`), and record that if this thread is being recorded. Returns its result."""
-        ...
 
     def unsupported(self, reason: str, op: str, detail: str) -> int | None:
         """Work that cannot be reproduced. Returns the record's signature, if it has one."""
-        ...
 
     def unsupported_throughout(self, reason: str, op: str, detail: str) -> None:
-        """Say so when recording begins, or now if it has begun."""
-        ...
+        """Some work cannot be seen, however often it is done: say so once, when recording begins, or now if it has."""
 
     def mark_outside_write(self, tensor: Any) -> bool:
-        """Something unseen may have written a tensor. Returns whether another such write would change nothing until it
-        is used."""
-        ...
+        """Something unseen may have written a tensor: its content is imported again at its next use. Returns whether
+        another such write would change nothing until then (`Outside.written`)."""
 
     def host_read(self, method: str, tensor: Any) -> None:
         """A value left the device for the host, outside any op."""
-        ...
 
     def watch(self, storage: Any, *, windowed: bool = True) -> None:
-        """Others may write to a storage from now on. `windowed`: the program has a window on it."""
-        ...
+        """Others may write to a storage from now on: its content is checked before each use. `windowed`: the program
+        has a window on it."""
 
     def module_scope_begin(self, name: str) -> None: ...
     def module_scope_end(self, name: str) -> None: ...

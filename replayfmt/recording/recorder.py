@@ -38,7 +38,7 @@ from .dispatch.custom_operators import DeclaredWork, ObservingMode
 from .dispatch.mode import RecordingMode, mode_stack, remove_finished_modes
 from .dispatch.native_mode import NativeMode
 from .dispatch.whole_composites import WholeComposites
-from .frames import in_recorders_work
+from .frames import codes_in, in_recorders_work
 from .hooks.host_access import DirectWrites, HostReads
 from .hooks.user_code import Construction, Interruptions
 from .kernels import Attached, CapturedKernel
@@ -95,15 +95,8 @@ def _codes_of(member: Any) -> Iterator[CodeType]:
     function = getattr(member, "__func__", member)
     while isinstance(function, FunctionType):
         if function.__globals__.get("__name__", "").partition(".")[0] == _PACKAGE:  # not a decorator's of another's
-            yield from _nested(function.__code__)
+            yield from codes_in(function.__code__)
         function = getattr(function, "__wrapped__", None)
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested(constant)
 
 
 _T = TypeVar("_T")
@@ -503,17 +496,15 @@ class Recorder:
         core = self._core
         return None if core is None or core.finished or self._closed else core
 
-    # -------------------------------------------------------------------------------------------------- for the hooks
+    # ----------------------------------------------------------------------------------- for the hooks: see `HookHost`
 
     @_attempted
     def present(self) -> bool:
-        """Whether this thread is observed now: not paused, not inside an op; recording may still have to begin."""
         core = self._core
         return core is not None and not core.finished and self._mode_now() is not None
 
     @_attempted
     def launching(self) -> bool:
-        """This thread is about to do work without an operator. Returns whether it is being recorded."""
         core = self._core
         for mode in mode_stack() if core is not None else ():
             if isinstance(mode, RecordingMode) and mode.core is core:
@@ -521,33 +512,26 @@ class Recorder:
         return self.recording()
 
     def in_any_thread(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, recorded also where C++ code calls it in a thread of its own."""
         return function if self._threads is None else self._threads.in_any_thread(function)
 
     @_attempted
     def inside(self) -> bool:
-        """Whether this thread is inside an op, or in the recorder's own work. Threads of PyTorch's that do not take
-        part just now (at the end of a backward pass) are not."""
         core = self._core
         return core is None or not core.on or self.within()
 
     @_attempted
     def within(self) -> bool:
-        """Likewise, also before recording has begun."""
         presence = self._presence
         hidden = presence is not None and presence.joined() and self._mode_now() is None
         return hidden or in_recorders_work()
 
     @_attempted
     def recording(self) -> bool:
-        """Whether an op that this thread issued now would be recorded."""
         core = self._core
         return core is not None and self._mode_now() is not None and bool(core.on or core.begins())
 
     @_attempted
     def mode_here(self) -> RecordingMode | None:
-        """The mode that sees what this thread does now: the one that records it, or observes an operator from
-        inside."""
         core, mode = self._core, self._mode_now()
         if mode is None and core is not None and not core.finished:
             mode = next((each for each in mode_stack() if isinstance(each, RecordingMode) and each.core is core), None)
@@ -555,21 +539,16 @@ class Recorder:
 
     @_attempted
     def graph_here(self) -> bool:
-        """Whether what this thread does now, outside of ops, is seen as part of a graph."""
         mode = self.mode_here()
         return mode is not None and mode.captures_graph
 
     def is_on(self) -> bool:
-        """Whether recording has begun and goes on."""
         return self._core is not None and self._core.on
 
     def hidden(self) -> AbstractContextManager[None]:
-        """Inside, nothing that this thread calls is recorded or observed."""
         return nullcontext() if self._presence is None else self._presence.hidden()
 
     def issue(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a kernel that no dispatcher calls, and record that if this thread is being recorded. Returns its
-        result."""
         mode = self.mode_here()
         if mode is None:
             return kernel.call(*args, **kwargs)
@@ -577,7 +556,6 @@ class Recorder:
             return mode.issue(kernel, args, kwargs)
 
     def sees_first(self) -> bool:
-        """Whether the recorder alone sees what this thread calls now: no mode of the program lies above or below."""
         core, presence = self._core, self._presence
         return presence is not None and core is not None and not core.finished and presence.sees_first()
 
@@ -587,7 +565,6 @@ class Recorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, this thread records nothing."""
         presence = self._presence
         with presence.paused() if presence is not None else nullcontext():
             yield
@@ -598,18 +575,14 @@ class Recorder:
         return None if core is None else core.attempt(step, *args)
 
     def unsupported(self, reason: str, op: str, detail: str) -> int | None:
-        """Record work that cannot be reproduced. Returns the record's signature; None if nothing was recorded."""
         return self.tell(lambda core: core.records.unsupported(reason, op, detail))
 
     def unsupported_throughout(self, reason: str, op: str, detail: str) -> None:
-        """Record that some work cannot be seen, however often it is done: once, also if recording begins later."""
         core = self._core
         if core is not None:
             core.attempt(_tell_throughout, core, (reason, op, detail))
 
     def mark_outside_write(self, tensor: torch.Tensor) -> bool:
-        """Something unseen may have written to a tensor: its content is imported again at its next use. See
-        `Outside.written`."""
         return bool(self.tell(lambda core: core.outside.written(tensor)))
 
     @property
@@ -619,16 +592,12 @@ class Recorder:
         return self._core.session
 
     def host_read(self, method: str, tensor: torch.Tensor) -> None:
-        """A value left the device for the host outside any op."""
         self.tell(lambda core: core.outside.host_read(method, tensor))
 
     def watch(self, storage: torch.UntypedStorage, *, windowed: bool = True) -> None:
-        """Others may write to a storage from now on: its content is checked before each use. `windowed`: through a
-        window on it that the program has."""
         self.tell(lambda core: core.outside.shared(storage, windowed))
 
     def tell(self, what: Callable[..., _T], *args: Any) -> _T | None:
-        """Call `what` with the session and these, under its lock and as an attempt, if recording is on."""
         core = self._core
         return core.attempt(_tell, core, what, args) if core is not None and core.on else None
 

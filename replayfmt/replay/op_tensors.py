@@ -170,12 +170,10 @@ class OpObserver(Protocol):
 
     def takes(self, record: Record, give: GiveTensor) -> None:
         """The op runs next; `give` returns its arguments."""
-        ...
 
     def gives(self, record: Record, give: GiveTensor) -> None:
         """The op has run; `give` returns its arguments as it left them, then its results. Not called for an op that
         raised under capture."""
-        ...
 
 
 Observer = TypeVar("Observer", bound=OpObserver)

@@ -156,11 +156,9 @@ class Notes(Protocol):
 
     def scalar(self, ordinal: int, value: Any) -> None:
         """A result of the op at that ordinal that is no tensor, in order."""
-        ...
 
     def digest(self, found_at: int, tensor: torch.Tensor, host_read: bool) -> None:
         """The tensor that the digest or host_read record at that ordinal is about."""
-        ...
 
 
 class NotingJudge(Judge):

@@ -84,7 +84,8 @@ _CALLED_BY_PROGRAMS = {
 }
 # fmt: off
 _STANDS_IN = {"RecordingMode.__torch_dispatch__", "RecordingMode._dispatch", "RecordingMode.record",
-              "RecordingMode._record", "RecordingMode._special", "RecordingMode.run_inside",
+              "RecordingMode._record", "RecordingMode.issue", "RecordingMode._dispatched",
+              "RecordingMode._special", "RecordingMode.run_inside",
               "RecordingMode.observed", "ObservingMode.observed",
               "RecordingMode._run_unrecorded", "RecordingMode._run_unsupported",
               "AsInProgram.__call__", "CompositeDecomposition.__call__", "CompositeDecomposition._run",

@@ -31,11 +31,9 @@ class BodyOfStreams(Protocol):
 
     def stream_record(self, kind: RecordKind, device_index: int, ints: Sequence[int]) -> None:
         """Add a record about a stream of a device."""
-        ...
 
     def device_id(self, device_index: int) -> int:
         """The id of an accelerator."""
-        ...
 
     def unkept(self, problem: str) -> None: ...
 

@@ -195,7 +195,7 @@ class PendingOp(NamedTuple):
     result: Any
     started: int
     ended: int
-    drawn: list[tuple[torch.Generator, bytes, bytes]]  # generators, with their states before and after the op
+    states: list[tuple[torch.Generator, bytes]]  # generators, with their states before the op
 
 
 def observe(mode: RecordingMode, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -219,7 +219,7 @@ def observe(mode: RecordingMode, kernel: CapturedKernel, args: tuple[Any, ...], 
     observer = core.attempt(Observer, core, kernel, args, kwargs, around)
     if observer is None:  # recording has failed
         return kernel.call(*args, **kwargs) if mode.masks else body(*args, **kwargs)
-    states = observer.states(kernel, args, kwargs) if around is not None else []
+    states = core.attempt(observer.states, kernel, args, kwargs) if around is not None else None
     started = _clock()
     try:
         result = observer.run_inside(body, args, kwargs)
@@ -233,7 +233,7 @@ def observe(mode: RecordingMode, kernel: CapturedKernel, args: tuple[Any, ...], 
         if call is not None:
             core.recorded(call, result, started, ended)
         elif around is not None:
-            around.note(kernel, args, kwargs, result, started, ended, states)
+            core.attempt(around.note, PendingOp(kernel, args, kwargs, result, started, ended, states or []))
         core.attempt(observer.leave, result)
     core.flush_if_due()
     return result
@@ -276,7 +276,7 @@ class Observer(ObservingMode):
         self.told = False
         self._kernel = kernel
         self._around = around
-        self._pending: list[PendingOp] = []
+        self._pending: list[tuple[PendingOp, list[tuple[torch.Generator, bytes, bytes]]]] = []  # with states after it
         self._skipped_scopes = 0
         given = list(_given(kernel, args, kwargs))
         self._own = {number for _index, number, _tensor in given}
@@ -293,10 +293,10 @@ class Observer(ObservingMode):
             self.tell()
         if self.told:
             return super().record(kernel, args, kwargs)
-        states = self.states(kernel, args, kwargs)
+        states = core.attempt(self.states, kernel, args, kwargs) or []
         started = _clock()
         result = kernel.call(*args, **kwargs)
-        self.note(kernel, args, kwargs, result, started, _clock(), states)
+        core.attempt(self.note, PendingOp(kernel, args, kwargs, result, started, _clock(), states))
         return result
 
     def _run_unsupported(
@@ -348,48 +348,22 @@ class Observer(ObservingMode):
         self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[torch.Generator, bytes]]:
         """The generators that an op may draw from, and their states before it."""
-        return self.core.attempt(self._states, kernel, args, kwargs) or []
-
-    def _states(
-        self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[tuple[torch.Generator, bytes]]:
         if not (kernel.random and kernel.draws(args, kwargs)):
             return []
         tensors = tensors_in((*args, *kwargs.values()))
         devices = {torch.device("cpu"), *(tensor.device for tensor in tensors)}
         return [(each, generator_state(each)) for each in drawn_from(args, kwargs, devices)]
 
-    def note(
-        self,
-        kernel: CapturedKernel,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        started: int,
-        ended: int,
-        states: list[tuple[torch.Generator, bytes]],
-    ) -> None:
+    def note(self, op: PendingOp) -> None:
         """An op ran."""
-        self.core.attempt(self._note, kernel, args, kwargs, result, started, ended, states)
-
-    def _note(
-        self,
-        kernel: CapturedKernel,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        started: int,
-        ended: int,
-        states: list[tuple[torch.Generator, bytes]],
-    ) -> None:
-        for storage in _storages(result):
+        for storage in _storages(op.result):
             number = storage._cdata
             if number not in self._own:
                 self._own.add(number)
                 self._writable.add(number)
                 self._made[number] = weakref.ref(storage)
-        drawn = [(generator, before, generator_state(generator)) for generator, before in states]
-        self._pending.append(PendingOp(kernel, args, kwargs, result, started, ended, drawn))
+        drawn = [(generator, before, generator_state(generator)) for generator, before in op.states]
+        self._pending.append((op, drawn))
 
     def tell(self) -> None:
         """Record the ops that ran inside so far, and from now on every op directly."""
@@ -401,8 +375,8 @@ class Observer(ObservingMode):
         self.core.insides.hides_state(self._kernel.name)
         if self.launched:
             self.core.attempt(self._unsupported, "unseen_work", _LAUNCHED)
-        for op in self._pending:
-            self.core.attempt(_tell_late, self.core, op)
+        for op, drawn in self._pending:
+            self.core.attempt(_tell_late, self.core, op, drawn)
         self._pending.clear()
 
     # ------------------------------------------------------------------------------------------------------- the end
@@ -444,12 +418,12 @@ class Observer(ObservingMode):
             self.core.records.unsupported(reason, self._kernel.name, detail)
 
 
-def _tell_late(core: CaptureSession, op: PendingOp) -> None:
+def _tell_late(core: CaptureSession, op: PendingOp, drawn: list[tuple[torch.Generator, bytes, bytes]]) -> None:
     """Record an op that has run."""
     with core.lock:
         if core.on:
             try:
-                call = core.calls.before(op.kernel, op.args, op.kwargs, op.drawn)
+                call = core.calls.before(op.kernel, op.args, op.kwargs, drawn)
                 core.calls.after(call, op.result, op.started, op.ended)
             except PassedThrough:
                 pass

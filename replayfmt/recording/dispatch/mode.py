@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._C import (
@@ -34,13 +35,7 @@ from ..stream.records import Unrepresentable
 _ONLY_CALL_THEIR_BODY = ("invoke_subgraph", "strict_mode")
 
 
-class Mode(Protocol):
-    """Runs functions with their operators recorded."""
-
-    def run_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-
-def run_higher_order(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_higher_order(mode: RecordingMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one higher-order operator with its inner operators recorded."""
     name = func.name()
     if name == "cond":
@@ -66,7 +61,7 @@ def _is_base(func: Any) -> bool:
     return isinstance(func, BaseHOP)
 
 
-def _with_recorder(mode: Mode, body: Any) -> Any:
+def _with_recorder(mode: RecordingMode, body: Any) -> Any:
     @functools.wraps(body, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
         return mode.run_inside(body, args, kwargs)
@@ -160,14 +155,34 @@ class RecordingMode(TorchDispatchMode):
         if not kernel.own:
             core.arrivals[kernel.name] += 1
         args = core.attempt(with_tensors, kernel.tensor_places, args) or args
-        collective = kernel.action is Action.collective
-        if kernel.action is not Action.record and not (collective or core.attempt(kernel.has_own_kernel, args, kwargs)):
+        whole = kernel.action in (Action.record, Action.collective)
+        if not whole and not core.attempt(kernel.has_own_kernel, args, kwargs):
             return self._special(kernel, args, kwargs)
+        return self.issue(kernel, args, kwargs, self._dispatched)
+
+    def issue(
+        self,
+        kernel: CapturedKernel,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        record: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Call a kernel, and record it. Returns its result. `record`: what does both; None: no dispatcher calls it."""
+        core = self.core
+        if core.finished:
+            return kernel.call(*args, **kwargs)
         if not core.on and not core.attempt(self._begins):
-            return self._before_start(kernel, args, kwargs)
+            result = kernel.call(*args, **kwargs)
+            if core.on:
+                core.began_earlier(kernel, args, kwargs)
+            return result
         if core.options.stop_op is not None and core.attempt(self._ends):
             return kernel.call(*args, **kwargs)
-        if collective:
+        return (record or self.record)(kernel, args, kwargs)
+
+    def _dispatched(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        core = self.core
+        if kernel.action is Action.collective:
             return self._collective(kernel, args, kwargs)
         key = None if kernel.body is None else core.attempt(kernel.body.key, args, kwargs)
         if kernel.body is not None and key is not None:
@@ -176,17 +191,6 @@ class RecordingMode(TorchDispatchMode):
                 return self.run_inside(kernel.body, args, kwargs)
             if manner is not RecordingGranularity.whole:
                 return self.observed(kernel, args, kwargs)
-        return self.record(kernel, args, kwargs)
-
-    def issue(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a kernel that no dispatcher calls, and record it. Returns its result."""
-        core = self.core
-        if core.finished:
-            return kernel.call(*args, **kwargs)
-        if not core.on and not core.attempt(self._begins):
-            return self._before_start(kernel, args, kwargs)
-        if core.options.stop_op is not None and core.attempt(self._ends):
-            return kernel.call(*args, **kwargs)
         return self.record(kernel, args, kwargs)
 
     def observed(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,12 +233,6 @@ class RecordingMode(TorchDispatchMode):
             core.interrupted(args, kwargs, result)
             raise
         core.flush_if_due()
-        return result
-
-    def _before_start(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = kernel.call(*args, **kwargs)
-        if self.core.on:
-            self.core.began_earlier(kernel, args, kwargs)
         return result
 
     def _begins(self) -> bool:

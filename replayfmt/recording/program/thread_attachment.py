@@ -416,12 +416,7 @@ class ModeAttachment:
             with core.thread_watch.covered():
                 yield
         finally:
-            # A signal handler may raise in the middle; then try again.
-            try:
-                core.attempt(set_modes, stack)
-            except BaseException:
-                core.attempt(set_modes, stack)
-                raise
+            _put_back(core, stack)
 
     def hidden(self) -> AbstractContextManager[None]:
         return _without_modes(self._core)
@@ -546,12 +541,16 @@ def _without_modes(core: CaptureSession) -> Iterator[None]:
             yield
     finally:
         if not core.closed:  # or the capture ended meanwhile, and has no modes any more
-            # A signal handler may raise in the middle; then try again.
-            try:
-                core.attempt(set_modes, stack)
-            except BaseException:
-                core.attempt(set_modes, stack)
-                raise
+            _put_back(core, stack)
+
+
+def _put_back(core: CaptureSession, stack: list[Any]) -> None:
+    """A signal handler may raise in the middle; then try again."""
+    try:
+        core.attempt(set_modes, stack)
+    except BaseException:
+        core.attempt(set_modes, stack)
+        raise
 
 
 class _InferenceMode:

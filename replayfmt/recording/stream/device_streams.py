@@ -41,20 +41,6 @@ _METHOD = "query"
 _HANDLES = ("cuda_event", "sycl_event")
 
 
-class Answers(Protocol):
-    """Who is told what the program learned."""
-
-    def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run recorder code: a failure in it ends the recording, not the program."""
-        ...
-
-    def event_is_done(self, handle: int | None) -> None:
-        """An event is; None: it is not known which."""
-        ...
-
-    def stream_is_done(self, stream: Any) -> None: ...
-
-
 def builtin_types_are_seen() -> bool:
     """Whether queries of the types that are written in C can be seen in this Python."""
     return all(_METHOD in _namespace(each) for each in _TYPES)
@@ -68,9 +54,12 @@ def _namespace(of: type) -> dict[str, Any]:
 class StreamQueries:
     """The patches of one capture that see queries."""
 
-    def __init__(self, kind: str, answers: Answers) -> None:
-        """`kind`: of accelerator."""
-        self._wraps = {"Event": partial(_Query, answers, _of_event), "Stream": partial(_Query, answers, _of_stream)}
+    def __init__(self, kind: str, trace: StreamTrace) -> None:
+        """`kind`: of accelerator. `trace` is told what the program learned."""
+        self._wraps = {
+            "Event": partial(_Query, trace, trace.event_is_done),
+            "Stream": partial(_Query, trace, trace.stream_is_done),
+        }
         module = device_module(kind)
         named = [(name, getattr(module, name, None)) for name in self._wraps]
         self._patches = PatchSet(
@@ -99,27 +88,18 @@ def _set(of: type, method: Any) -> None:
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(of))
 
 
-def _of_event(answers: Answers, event: Any) -> None:
-    handles = ("event_id",) if type(event) is torch.Event else _HANDLES
-    answers.event_is_done(next((int(getattr(event, name)) for name in handles if hasattr(event, name)), None))
-
-
-def _of_stream(answers: Answers, stream: Any) -> None:
-    answers.stream_is_done(stream)
-
-
 class _Query(StandIn):
     """Replaces one `query`."""
 
-    def __init__(self, answers: Answers, tell: Callable[[Answers, Any], None], original: Callable[..., Any]) -> None:
+    def __init__(self, trace: StreamTrace, tell: Callable[[Any], None], original: Callable[..., Any]) -> None:
         super().__init__(original)
-        self._answers = answers
+        self._trace = trace
         self._tell = tell
 
     def __call__(self, of: Any, *args: Any, **kwargs: Any) -> Any:
         done = self._original(of, *args, **kwargs)
         if done:
-            self._answers.attempt(self._tell, self._answers, of)
+            self._trace.attempt(self._tell, of)
         return done
 
 
@@ -134,11 +114,9 @@ class GraphBeingCaptured(Protocol):
 
     def recorded(self, event: int, handle: int) -> bool:
         """Whether an event on a stream of the current device is part of it."""
-        ...
 
     def waited(self, event: int, handle: int) -> bool:
         """Whether a wait of a stream of the current device is part of it."""
-        ...
 
     def deleted(self, event: int) -> None: ...
 
@@ -330,8 +308,10 @@ class StreamTrace:
     def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
         return self._recorder.attempt(step, *args)
 
-    def event_is_done(self, handle: int | None) -> None:
+    def event_is_done(self, event: Any) -> None:
         """The program was told that an event is done; of one that is not known the device is what it waited for."""
+        handles = ("event_id",) if type(event) is torch.Event else _HANDLES
+        handle = next((int(getattr(event, name)) for name in handles if hasattr(event, name)), None)
         if self._trace.active:
             streams = self._streams
             self._telling(

@@ -383,12 +383,10 @@ class Watcher(Protocol):
 
     def before(self, ordinal: int, storages: dict[int, torch.UntypedStorage]) -> None:
         """The op runs next. `storages` are those it takes, by their id in the capture."""
-        ...
 
     def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
         """The op returned. Both by tensor slot of the record; components stand for composites. Not called for an op
         that raised under capture."""
-        ...
 
 
 def lower_watched(watcher: Watcher) -> Callable[[Lowering, int, int], None]:

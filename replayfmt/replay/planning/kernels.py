@@ -315,12 +315,10 @@ class KernelStandIn(Protocol):
     @property
     def reason(self) -> str:
         """Why results may differ from the captured ones bit for bit."""
-        ...
 
     def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
         """What to call at a site, with a key that equal calls share (None: for this site only); None for the
         original."""
-        ...
 
     def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
         """The error to raise for an exception at an ordinal if one of its own calls raised it, else None."""

@@ -31,15 +31,12 @@ class Beginning(Protocol):
 
     def prefix(self, ordinal: int) -> Hashable:
         """Equal for replays that do the same before an ordinal; false if that is what the capture says."""
-        ...
 
     def noted(self) -> Any:
         """A copy of what was noted so far."""
-        ...
 
     def note(self, noted: Any) -> None:
         """Begin with what was noted by another replay."""
-        ...
 
 
 @dataclass(frozen=True)
