@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from replayfmt.format.codes import ValueKind
-from replayfmt.format.model import Node
+from replayfmt.format.codes import OpStatus, RecordKind, ValueKind
+from replayfmt.format.model import Node, Signature
 from replayfmt.native.hook import UnknownValue
 from replayfmt.pytorch.tensors.composites import is_composite, is_packed, take_apart
 from replayfmt.pytorch.tensors.memory import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE, call_undispatched
@@ -49,7 +49,7 @@ class KnownTensor(NamedTuple):
 class CallValues:
     """The values of one call, while they are collected."""
 
-    __slots__ = ("argument", "floats", "ints", "key", "scalars", "tensors", "uses")
+    __slots__ = ("argument", "count", "floats", "ints", "key", "scalars", "tensors", "uses")
 
     def __init__(self, *, scalars: bool = True) -> None:
         """Without `scalars`, those and strings, which may reveal content, become None; but not those inside a
@@ -61,6 +61,7 @@ class CallValues:
         self.floats: list[float] = []
         self.uses: list[TensorUse] = []
         self.argument = 0
+        self.count = 0  # of results
 
 
 class OpCall:
@@ -137,6 +138,24 @@ class Encoder:
         self._device = device
         self._large_integer = large_integer
         self._unpacked = unpacked
+
+    def arguments(self, call: OpCall) -> None:
+        """Add the arguments of a call to its values. Raises Unrepresentable."""
+        values = call.values
+        for index, value in enumerate(call.args):
+            values.argument = index
+            self.add(value, values, call)
+        for name, value in call.kwargs.items():
+            values.argument = call.kernel.indices[name]
+            self.add(value, values, call)
+
+    def results(self, call: OpCall, returned: Any, *, scalars: bool = True) -> CallValues:
+        """The values of what a call returned. Raises Unrepresentable."""
+        values, results = CallValues(scalars=scalars), call.kernel.results
+        for index, value in enumerate((returned,) if results == 1 else returned if results else ()):
+            values.argument, values.count = index, index + 1
+            self.add(value, values, call)
+        return values
 
     def add(self, value: Any, values: CallValues, call: OpCall) -> None:
         """Append one argument or result of `call`. Raises Unrepresentable."""
@@ -246,6 +265,13 @@ def _concrete(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | flo
         if known is not None:
             return known
     raise Unrepresentable("symbolic_argument", "a symbolic number without a concrete value")
+
+
+def op_signature(call: OpCall, results: CallValues, kernel: int, status: OpStatus) -> Signature:
+    """The signature of a call. `kernel`: its id in the capture."""
+    names = [each.name for each in call.kernel.arguments[: len(call.args)]] + list(call.kwargs)
+    args, returned = build_nodes(call.values.key, names), build_nodes(results.key, [""] * results.count)
+    return Signature(RecordKind.op, args, returned, kernel, status)
 
 
 def build_nodes(tokens: Sequence[Token], names: Sequence[str]) -> tuple[Node, ...]:

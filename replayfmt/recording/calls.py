@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from replayfmt.format.codes import OpStatus, RecordKind
+from replayfmt.format.codes import OpStatus
 from replayfmt.format.model import Signature
 from replayfmt.pytorch.collectives import LAUNCH
 from replayfmt.pytorch.operators import OpaqueResults
@@ -28,7 +28,7 @@ from replayfmt.pytorch.tensors.memory import (
     storage_of,
 )
 
-from .arguments import CallValues, Encoder, OpCall, TensorUse, build_nodes
+from .arguments import CallValues, Encoder, OpCall, TensorUse, op_signature
 from .composite_operators import autocast_below_mode
 from .content.coverage import ByteRegion
 from .content.storage_content import content_of, sample
@@ -191,7 +191,7 @@ class CallRecorder:
             self._numeric.check(kernel.name)
             if kernel.operator.casts_inside:
                 self._numeric.check_autocast(autocast(kernel.own))
-        self._gather(call)
+        self._arguments.arguments(call)
         if kernel.writes and kernel.operator.writes_some and not call.ran:
             self._before_partial_write(call)
         if kernel.assumed and self._storages.compares and drawn is None:
@@ -245,15 +245,6 @@ class CallRecorder:
         if is_about_to_run:
             call.generators = generators
             self._generators.before(generators)
-
-    def _gather(self, call: OpCall) -> None:
-        values, add = call.values, self._arguments.add
-        for index, value in enumerate(call.args):
-            values.argument = index
-            add(value, values, call)
-        for name, value in call.kwargs.items():
-            values.argument = call.kernel.indices[name]
-            add(value, values, call)
 
     @staticmethod
     def _devices(call: OpCall) -> set[torch.device]:
@@ -359,12 +350,9 @@ class CallRecorder:
         if kernel.operator.makes_tensor_of:
             listed = kernel.argument(kernel.indices[kernel.operator.makes_tensor_of], call.args, call.kwargs)
             self._listed = listed if isinstance(listed, list) else []
-        values = CallValues(scalars=self._scalars)
-        results = (result,) if kernel.results == 1 else tuple(result) if kernel.results else ()
-        for index, value in enumerate(results):
-            values.argument = index
-            self._results.add(value, values, call)
-            if not kernel.own and type(value) is int:
+        values = self._results.results(call, result, scalars=self._scalars)
+        for value in () if kernel.own or not kernel.results else (result,) if kernel.results == 1 else result:
+            if type(value) is int:
                 self._handles.made(value)
         if not kernel.own and kernel.results and not kernel.view:
             self._note_aliases(call, values)
@@ -372,7 +360,7 @@ class CallRecorder:
         kernel = call.kernel
         if self._threads:
             self._numeric.check(kernel.name)  # another thread's op may have recorded its own settings meanwhile
-        signature = self._commit(call, OpStatus.ok, values, len(results), started, ended)
+        signature = self._commit(call, OpStatus.ok, values, started, ended)
         self._note_writes(call, values)
         if call.generators:
             self._generators.after(call.generators)
@@ -416,7 +404,7 @@ class CallRecorder:
             for use in call.values.uses:
                 self._storages.mark_written_outside(use.tracker)
             return
-        self._commit(call, OpStatus.raised, CallValues(), 0, started, ended)
+        self._commit(call, OpStatus.raised, CallValues(), started, ended)
         if call.generators:
             self._generators.after(call.generators)
 
@@ -440,23 +428,10 @@ class CallRecorder:
         tracker = self._storages.tracker_of(storage)
         return (tracker or self._storages.produced(storage, uninitialized=False)).id
 
-    def _commit(
-        self, call: OpCall, status: OpStatus, values: CallValues, results: int, started: int, ended: int
-    ) -> int:
+    def _commit(self, call: OpCall, status: OpStatus, values: CallValues, started: int, ended: int) -> int:
         given, kernel = call.values, call.kernel
         key = (kernel, status, len(call.args), tuple(call.kwargs), tuple(given.key), tuple(values.key))
-
-        def make() -> Signature:
-            names = [kernel.arguments[i].name for i in range(len(call.args))] + list(call.kwargs)
-            return Signature(
-                RecordKind.op,
-                build_nodes(given.key, names),
-                build_nodes(values.key, [""] * results),
-                self._kernel_id(kernel),
-                status,
-            )
-
-        signature = self._records.signature(key, make)
+        signature = self._records.signature(key, lambda: op_signature(call, values, self._kernel_id(kernel), status))
         words = (*given.tensors, *values.tensors, *given.ints, *values.ints)
         self._buffer.append_op(signature, words, (*given.floats, *values.floats), started, ended)
         return signature
@@ -475,10 +450,8 @@ class CallRecorder:
 
         def make() -> Signature:
             call = OpCall(kernel, args, {})
-            self._gather(call)
-            names = [argument.name for argument in kernel.arguments]
-            nodes = build_nodes(call.values.key, names)
-            return Signature(RecordKind.op, nodes, (), self._kernel_id(kernel), OpStatus.ok)
+            self._arguments.arguments(call)
+            return op_signature(call, CallValues(), self._kernel_id(kernel), OpStatus.ok)
 
         self._buffer.append_op(self._records.signature((kernel, *constants), make), words, (), started, ended)
 

@@ -41,7 +41,7 @@ from replayfmt.pytorch.tensors.memory import (
     stride_of,
 )
 
-from ..arguments import CallValues, Encoder, OpCall, TensorUse, build_nodes
+from ..arguments import CallValues, Encoder, OpCall, TensorUse, op_signature
 from ..kernels import Attached, CapturedKernel, CodeKernel
 from ..special_values import Unpacked, is_address, is_wrapper
 from ..stream.program_state import address
@@ -132,20 +132,14 @@ class GraphBody:
         if self.problem:
             return None
         call = OpCall(kernel, args, kwargs)
-        values = call.values
         try:
             if kernel.unnameable:
                 raise Unrepresentable("opaque_argument", kernel.unnameable)
-            for index, value in enumerate(args):
-                values.argument = index
-                self._arguments.add(value, values, call)
-            for name, value in kwargs.items():
-                values.argument = kernel.indices[name]
-                self._arguments.add(value, values, call)
+            self._arguments.arguments(call)
         except Unrepresentable as problem:
             self.unkept(f"{kernel.name} was issued with {problem.args[0]}")
             return None
-        for use in values.uses:
+        for use in call.values.uses:
             memory = self._memory.get(use.storage._cdata)
             if memory is not None and kernel.reads(use.argument, args, kwargs) and not memory.written:
                 memory.reads_before = memory.reads_before or shape_of(use.tensor).numel() > 0
@@ -155,16 +149,12 @@ class GraphBody:
     def after(self, call: OpCall, result: Any, placement: StreamPlacement) -> bool:
         """It returned. `placement`: the streams that it was given to. Returns whether it wrote memory."""
         kernel = call.kernel
-        results = (result,) if kernel.results == 1 else tuple(result) if kernel.results else ()
-        values = CallValues()
         try:
-            for index, value in enumerate(results):
-                values.argument = index
-                self._results.add(value, values, call)
+            values = self._results.results(call, result)
         except Unrepresentable as problem:
             self.unkept(f"{kernel.name} returned {problem.args[0]}")
             return False
-        self._commit(call, values, len(results), placement)
+        self._commit(call, values, placement)
         writes, wrote = kernel.writes_in(call.args, call.kwargs), False
         for use in call.values.uses:
             if use.argument in writes and (memory := self._memory.get(use.storage._cdata)) is not None:
@@ -181,7 +171,7 @@ class GraphBody:
         self.ops += 1
         return wrote
 
-    def _commit(self, call: OpCall, values: CallValues, results: int, placement: StreamPlacement) -> None:
+    def _commit(self, call: OpCall, values: CallValues, placement: StreamPlacement) -> None:
         given, kernel = call.values, call.kernel
         number = self._kernels.get(kernel)
         if number is None:
@@ -189,16 +179,8 @@ class GraphBody:
         key = (number, len(call.args), tuple(call.kwargs), tuple(given.key), tuple(values.key))
         signature = self._signatures.get(key)
         if signature is None:
-            names = [kernel.arguments[i].name for i in range(len(call.args))] + list(call.kwargs)
-            signature = self._signatures[key] = self._writer.signature(
-                Signature(
-                    RecordKind.op,
-                    build_nodes(given.key, names),
-                    build_nodes(values.key, [""] * results),
-                    number,
-                    OpStatus.ok,
-                )
-            )
+            made = op_signature(call, values, number, OpStatus.ok)
+            signature = self._signatures[key] = self._writer.signature(made)
         slots = RecordSlots(
             [*given.tensors, *values.tensors], [*given.ints, *values.ints], [*given.floats, *values.floats]
         )

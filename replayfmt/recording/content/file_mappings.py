@@ -162,22 +162,14 @@ def mapping_sizes(start: int) -> dict[str, int] | None:
     return None
 
 
-def private_copies(start: int) -> bool | None:
-    """Whether the private mapping that starts at an address has private copies of pages. None if unknown."""
+def _has_none(start: int, *names: str) -> bool:
+    """Whether the mapping that starts at an address is known to have no pages of these kinds, as smaps calls them."""
     sizes = mapping_sizes(start)
-    if sizes is None or "Anonymous" not in sizes or "Swap" not in sizes:
-        return None
-    return bool(sizes["Anonymous"] or sizes["Swap"])
+    return sizes is not None and all(sizes.get(name) == 0 for name in names)
 
 
-def dirty(start: int) -> bool | None:
-    """Whether the mapping that starts at an address has pages that differ from the disk. None if unknown."""
-    sizes = mapping_sizes(start)
-    if sizes is None or "Shared_Dirty" not in sizes or "Private_Dirty" not in sizes:
-        return None
-    return bool(sizes["Shared_Dirty"] or sizes["Private_Dirty"])
-
-
+_COPIED = ("Anonymous", "Swap")  # private copies
+_DIRTY = ("Shared_Dirty", "Private_Dirty")  # they differ from the disk
 _MAPS = "/proc/self/maps"
 _MOUNTS = "/proc/self/mountinfo"
 # These update the modification time when a clean page of a shared mapping is written.
@@ -404,7 +396,7 @@ def _writes_show(mapping: Mapping, mappings: list[Mapping]) -> bool:
     return (
         status is not None
         and _file_system(status.st_dev) in _TELLING
-        and all(dirty(writer.start) is False for writer in writers)
+        and all(_has_none(writer.start, *_DIRTY) for writer in writers)
     )
 
 
@@ -416,7 +408,7 @@ def _untouched(found: MappedRange) -> bool:
     # Then it is only known whether any of the mapping was written.
     mapping = found.mapping
     pieces = [m for m in read_mappings() if m.start < mapping.end and mapping.start < m.end]
-    return all(private_copies(piece.start) is False for piece in pieces)
+    return all(_has_none(piece.start, *_COPIED) for piece in pieces)
 
 
 def _joined(pieces: list[Mapping], address: int, length: int) -> Mapping | None:

@@ -171,13 +171,12 @@ class NumericState:
         all other operators, which were cast before, it reads as off.)"""
         self._state(now)
 
-    def _state(self, now: dict[str, Any]) -> dict[str, Any]:
-        """Record those of some settings that differ from the stream's. Returns them."""
+    def _state(self, now: dict[str, Any]) -> None:
+        """Record those of some settings that differ from the stream's."""
         changes = {name: value for name, value in now.items() if self.stated.get(name) != value}
         if changes:
             self.stated.update(changes)
             self._records.global_state(changes)
-        return changes
 
 
 def _flushes_denormals() -> bool:
@@ -270,11 +269,7 @@ def address(generator: torch.Generator) -> int:
 
 
 def generator_state(generator: torch.Generator) -> bytes:
-    return call_undispatched(_state_bytes, generator)
-
-
-def _state_bytes(generator: torch.Generator) -> bytes:
-    return _bytes_of(generator.get_state())
+    return call_undispatched(lambda: _bytes_of(generator.get_state()))
 
 
 def _bytes_of(state: torch.Tensor) -> bytes:
