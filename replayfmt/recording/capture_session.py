@@ -235,13 +235,11 @@ class CaptureSession:
         """Whether recording has begun, or begins with what is about to happen. Ops decide for themselves."""
         if self.joining:
             return False
-        if self.implicit is not None and not (self.options.starts_late and self._waits()):
+        # Where it starts late, only an op, a scope or a step can make it begin.
+        waits = self.options.starts_late and (self.options.steps is None or self.progress.waits())
+        if self.implicit is not None and not waits:
             self.resume()
         return self.on
-
-    def _waits(self) -> bool:
-        """Whether recording has yet to start, which only an op, a scope or a step can trigger."""
-        return self.options.steps is None or self.progress.waits()
 
     @_attempted
     def step_ended(self) -> None:
@@ -254,7 +252,7 @@ class CaptureSession:
     def stop(self) -> None:
         """Stop recording. Idempotent."""
         with self.lock:
-            self.cool_down()
+            self.session.hot = False
             if self.on:
                 self.settle()
                 self.storages.unexplained.report_kept(list(self.storages.live.values()))
@@ -514,11 +512,7 @@ class CaptureSession:
         """The program registered kernels of operators, or took some back."""
         with self.lock:
             if self.calls.look_again():
-                self.cool_down()
-
-    def cool_down(self) -> None:
-        """Every call takes the complete path from here on."""
-        self.session.hot = False
+                self.session.hot = False  # every call takes the complete path from here on
 
     @_attempted
     def flush_if_due(self) -> None:

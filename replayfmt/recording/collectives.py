@@ -41,7 +41,7 @@ from .arguments import KnownTensor, TensorUse
 from .kernels import CapturedKernel
 from .patches import HookHost, Patch, PatchSet, around
 from .storages.trackers import Tracker
-from .stream.records import MetaParams, Unrepresentable
+from .stream.records import Unrepresentable
 from .undispatched import mark_written
 
 _MOST_RANKS = 16
@@ -308,12 +308,10 @@ class InFlight:
         embedded = self._session.storages.embed_copy(storage, meta, offset)
         if embedded is not None:
             return embedded
-        copy = call_undispatched(self._real_copy, storage, self._session.metas.params[meta], offset)
+        params = self._session.metas.params[meta]
+        view = storage, params.dtype, params.sizes, params.strides, offset, params.flags
+        copy = call_undispatched(lambda: make_view(*view).clone())
         return self._session.calls.use_of(self._wait, _RESULTS, copy).number
-
-    @staticmethod
-    def _real_copy(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> torch.Tensor:
-        return make_view(storage, params.dtype, params.sizes, params.strides, offset, params.flags).clone()
 
 
 CollectiveFunction = Callable[..., Any]
@@ -487,14 +485,14 @@ class CollectiveHooks:
 
     def _waited(self, work: Any, name: str, began_ns: int) -> None:
         launches, ended_ns = self._launches.get(work), time.perf_counter_ns()
-        with self._session.lock:
+        session = self._session
+        with session.lock:
             if launches is not None:
-                self._session.collectives.waited(launches, began_ns, ended_ns)
-            elif not isinstance(work, torch._C.Future) and not self._told_of_any():
-                self._session.records.unsupported("collective", f"Work.{name}", _EARLIER)
-
-    def _told_of_any(self) -> bool:
-        return bool(self._session.collectives.count) or self._session.records.told("collective")
+                session.collectives.waited(launches, began_ns, ended_ns)
+            elif not (
+                isinstance(work, torch._C.Future) or session.collectives.count or session.records.told("collective")
+            ):
+                session.records.unsupported("collective", f"Work.{name}", _EARLIER)
 
     def _continuing(self, original: CollectiveFunction, work: Any, *args: Any, **kwargs: Any) -> Any:
         """A method that returns a future of the same launch, or calls something once it is done."""

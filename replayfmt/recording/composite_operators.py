@@ -62,16 +62,22 @@ def read_autocast() -> dict[str, str]:
     return {f"autocast.{device}": autocast_dtype(device) for device in autocast_devices()}
 
 
+def _casts_and_views(name: str) -> torch._C.DispatchKeySet:
+    """The keys of an operator's own kernels above the mode that cast its arguments, or make views of them."""
+    found = torch._C.DispatchKeySet(DispatchKey.Undefined)
+    for key in (*AUTOCAST_KEYS, DispatchKey.ADInplaceOrView):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, key.name):
+            found = found.add(key)
+    return found
+
+
 class _BelowOwnKernels:
     """Knows which of an operator's own kernels above the mode (for autocast, autograd and views) have already run and
     called what the mode's handler now handles."""
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
-        self._excluded = torch._C.DispatchKeySet(DispatchKey.Undefined)
+        self._excluded = _casts_and_views(func.name())
         has = torch._C._dispatch_has_kernel_for_dispatch_key
-        for key in (*AUTOCAST_KEYS, DispatchKey.ADInplaceOrView):
-            if has(func.name(), key.name):
-                self._excluded = self._excluded.add(key)
         if func.name() not in handed_on and any(has(func.name(), key) for key in ("Autograd", *AUTOGRAD_KEYS)):
             self._excluded = self._excluded | _BELOW_AUTOGRAD
 
@@ -157,10 +163,7 @@ class CompositeDecomposition:
     def __init__(self, func: torch._ops.OpOverload) -> None:
         self._func = func
         # What the composite's own kernels have called is not cast, or made a view, a second time.
-        self._excluded = torch._C.DispatchKeySet(DispatchKey.Undefined)
-        for key in (*AUTOCAST_KEYS, DispatchKey.ADInplaceOrView):
-            if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.name):
-                self._excluded = self._excluded.add(key)
+        self._excluded = _casts_and_views(func.name())
 
     @staticmethod
     def unmasks() -> bool:
@@ -170,15 +173,13 @@ class CompositeDecomposition:
 
     def __call__(self, unmasked: bool, *args: Any, **kwargs: Any) -> Any:
         """`unmasked`: as `unmasks` says."""
+        run = functools.partial(self._func._op_dk, DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         if not unmasked:
-            return self._run(args, kwargs)
+            return run()
         # Composites check whether views of parameters require gradients: everything that the mode masks is restored.
         outside = _RestorePythonTLSSnapshot()
         with outside, _ExcludeDispatchKeyGuard(self._excluded):
-            return self._run(args, kwargs)
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+            return run()
 
 
 def _below_another_handler() -> bool:

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from inspect import CO_VARARGS
+from itertools import dropwhile
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -53,18 +54,23 @@ def _is_ours(entry: TracebackType) -> bool:
     return frame.f_code.co_filename.endswith(_OPERATORS) and caller is not None and is_recorders(caller.f_code)
 
 
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame, and those that it was called from."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def beyond_recorders(frame: FrameType) -> Iterator[FrameType]:
+    """The same, from the first that is not the recorder's."""
+    return dropwhile(lambda each: is_recorders(each.f_code), outwards(frame))
+
+
 def in_recorders_work() -> bool:
     """Whether one of the calling thread's frames, apart from the innermost ones, is of the recorder's work around ops.
     What starts the program, and stands around all of it, is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_recorders(frame.f_code):
-        frame = frame.f_back
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_HERE) and not name.startswith(_AROUND):
-            return True
-        frame = frame.f_back
-    return False
+    names = (frame.f_code.co_filename for frame in beyond_recorders(sys._getframe(1)))
+    return any(name.startswith(_HERE) and not name.startswith(_AROUND) for name in names)
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:

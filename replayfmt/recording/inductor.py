@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from replayfmt.pytorch.cpp_kernels import (
 )
 from replayfmt.pytorch.tensors.memory import storage_of
 
-from .frames import codes_in, is_interrupt, leave_no_frames
+from .frames import codes_in, is_interrupt, leave_no_frames, outwards
 from .kernels import Attached, CapturedKernel, CodeKernel
 from .patches import HookHost
 from .storages.trackers import GENERATED
@@ -413,14 +413,14 @@ class GraphsSwitchedOff:
         if not self._replaced:
             tell(f"opreplay: {_NOTE}")
         for index in graphed:
-            self._put(weakref.ref(runner), index, partitions[index], without_graph(partitions[index]))
-            partitions[index] = without_graph(partitions[index])
+            before, partitions[index] = partitions[index], without_graph(partitions[index])
+            self._replaced.append((weakref.ref(runner), index, before, partitions[index]))
         if plain is not called:
             region.current_callable = plain
             # A graph copies its inputs to where their memory is aligned; the generated code wants them to be.
             output_code: Any = sys.modules["torch._inductor.output_code"]
             output_code.maybe_realign_inputs(False, region, region.inputs_to_check, region.mutated_input_idxs)
-            self._put(weakref.ref(region), None, called, region.current_callable)
+            self._replaced.append((weakref.ref(region), None, called, region.current_callable))
 
     def put_back(self) -> None:
         """What others have replaced since then is left alone."""
@@ -434,9 +434,6 @@ class GraphsSwitchedOff:
                     holder.current_callable = original
             elif len(holder.partitions) > index and holder.partitions[index] is replacement:
                 holder.partitions[index] = original
-
-    def _put(self, holder: Callable[[], Any], index: int | None, original: Any, replacement: Any) -> None:
-        self._replaced.append((holder, index, original, replacement))
 
 
 def without_graph(function: Any) -> Any:
@@ -575,11 +572,7 @@ def running_regions() -> list[Any]:
     code = None if graph is None else inspect.unwrap(graph.__call__).__code__
     found = []
     for innermost in sys._current_frames().values() if code is not None else ():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code is code:
-                found.append(frame.f_locals["self"])
-            frame = frame.f_back
+        found += [frame.f_locals["self"] for frame in outwards(innermost) if frame.f_code is code]
     return found
 
 

@@ -285,7 +285,7 @@ class Recorder:
                 with self.paused():
                     for patches in self._patches:
                         if isinstance(patches, TritonLaunches):
-                            core.attempt(_attach, core, patches.attached)
+                            core.attempt(_attach, core, patches.configurations.attached)
                     core.finish()
         except Exception as error:
             if not core.failed(error):

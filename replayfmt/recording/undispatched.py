@@ -26,7 +26,7 @@ import torch
 
 from replayfmt.pytorch.tensors.memory import layout_of, storage_of
 
-from .frames import leave_no_frames
+from .frames import leave_no_frames, outwards
 from .inductor import Regions, running_regions
 from .patches import HookHost, Patch, Patched, PatchSet, Watch, around, report_missing, targets
 
@@ -282,12 +282,7 @@ def _is_ahead_of_time() -> bool:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and dynamo._stance.stance == "force_eager":
         return True  # or it would not run
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_AOT_COMPILE):
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_filename.endswith(_AOT_COMPILE) for frame in outwards(sys._getframe()))
 
 
 def _jiterator_name(kernel: Any, _args: tuple[Any, ...]) -> tuple[str, str]:

@@ -266,13 +266,11 @@ def reader(code: DType) -> Callable[[np.ndarray], np.ndarray]:
         return lambda bits: bits.view(np.float16).astype(np.float32).view(np.complex64)
     if code is DType.float16:  # NumPy converts it sooner than it computes with it
         return lambda bits: bits.view(np.float16).astype(np.float32)
-    table = np.array(call_undispatched(_all_values, TORCH_DTYPE[code]))
+    of_a_byte = TORCH_DTYPE[code]  # all its numbers, by their bits
+    table = np.array(
+        call_undispatched(lambda: torch.arange(256, dtype=torch.uint8).view(of_a_byte).to(torch.float64).tolist())
+    )
     return lambda bits: table[bits]
-
-
-def _all_values(dtype: torch.dtype) -> Any:
-    """The numbers of a dtype of one byte, by their bits."""
-    return torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float64).tolist()
 
 
 def statistics(array: np.ndarray, code: DType) -> Statistics:
@@ -373,12 +371,8 @@ def digest_view(
     ValueError or RuntimeError if it does not fit into it."""
     code = DTYPE_CODE[dtype]
     if flags or storage.device.type != "cpu" or code in _PACKED:
-        return call_undispatched(_digest_of, storage, dtype, sizes, strides, offset, flags)
+        return call_undispatched(lambda: digest_tensor(make_view(storage, dtype, sizes, strides, offset, flags)))
     return _digest(storage, code, sizes, strides, offset)
-
-
-def _digest_of(*view: Any) -> TensorDigest:
-    return digest_tensor(make_view(*view))
 
 
 def hash_tensor(tensor: torch.Tensor) -> tuple[int, int]:

@@ -365,12 +365,12 @@ class GraphKernel(CodeKernel):
         """The arguments of a replay now; a sentence if the graph uses memory that is not there any more."""
         found = {}
         for each in self._graph_arguments:
-            storage = each.memory.storage()
+            storage, view = each.memory.storage(), each.view
             if storage is None:
                 return "it uses memory that the program has freed since it was captured"
             if (address_of(storage), storage.nbytes()) != (each.memory.address, each.memory.bytes):
                 return "it uses memory that was moved since it was captured"
-            found[each.name] = make_view(storage, *_as_made(each.view))
+            found[each.name] = make_view(storage, view.dtype, view.sizes, view.strides, view.offset, view.flags)
         return found
 
     def rewritten(self) -> Iterator[torch.UntypedStorage]:
@@ -390,10 +390,6 @@ class GraphKernel(CodeKernel):
                 whole = storage.nbytes() % each.view.dtype.itemsize == 0
                 dtype = each.view.dtype if whole else torch.uint8
                 yield make_view(storage, dtype, (storage.nbytes() // dtype.itemsize,), (1,))
-
-
-def _as_made(view: UsedView) -> tuple[Any, ...]:
-    return view.dtype, view.sizes, view.strides, view.offset, view.flags
 
 
 class Allocated(CapturedKernel):

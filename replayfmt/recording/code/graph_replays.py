@@ -14,7 +14,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -220,7 +220,7 @@ class Graphs(Patched):
 
     def _written(self, memory: list[UsedMemory]) -> None:
         """A replay wrote to memory, and no record says what: it is imported again at its next use."""
-        for storage in _alive(memory):
+        for storage in filter(None, (each.storage() for each in memory)):
             self._recorder.tell(lambda core, each: core.outside.storage_written(each), storage)
 
     @staticmethod
@@ -280,13 +280,6 @@ class Graphs(Patched):
         if known is not None:
             known.problem = known.problem or _RAW
         return original(graph, *args, **kwargs)
-
-
-def _alive(memory: list[UsedMemory]) -> Iterator[torch.UntypedStorage]:
-    for each in memory:
-        storage = each.storage()
-        if storage is not None:
-            yield storage
 
 
 def _lying_in(ranges: list[tuple[int, int]], memory: list[UsedMemory]) -> list[UsedMemory]:

@@ -372,16 +372,11 @@ class TritonLaunches(Patched):
         self._known = KnownKernels()
         self._kernels: dict[Any, CodeKernel] = {}
         self._tuned_functions: dict[int, TunedFunction] = {}  # by what their autotuners keep
-        self._configurations = Configurations()
+        self.configurations = Configurations()
         self._chosen_from: dict[int, tuple[Any, list[Any]]] = {}  # Inductor's autotuners, kept, and what each tried
         # `tuner`: the autotuner that runs; `tried`: configurations; `launch`: what the kernel's call does
         self._now = threading.local()
         self._patches = PatchSet(table(self), functools.partial(report_missing, recorder))
-
-    @property
-    def attached(self) -> list[Attached]:
-        """What a capture keeps of all launches together."""
-        return self._configurations.attached
 
     # -------------------------------------------------------------------------------------------------------- the hooks
 
@@ -436,7 +431,9 @@ class TritonLaunches(Patched):
 
     @staticmethod
     def _own_trials(tuner: Any) -> bool:
-        return "_bench" not in vars(tuner) and _tries_its_own_way(tuner)
+        """Whether the class of an autotuner has a `_bench` of its own, which `trial` is not around."""
+        home = next((kind.__module__ for kind in type(tuner).__mro__ if "_bench" in vars(kind)), _AUTOTUNER)
+        return "_bench" not in vars(tuner) and home != _AUTOTUNER
 
     def trial(self, original: _Function, tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Of an autotuner: it tries a configuration."""
@@ -557,7 +554,7 @@ class TritonLaunches(Patched):
                 yield configuration, described.known.forms.lay_out(bound, {**same, **options}, numbers)
 
         with self._recorder.hidden():
-            self._configurations.note(kernel.code, form, tuned.chosen, depends_on, launches)
+            self.configurations.note(kernel.code, form, tuned.chosen, depends_on, launches)
 
     def _tried_by_triton(self, tuner: Any, launch: _Launch, described: _Described, grid: Any) -> Iterable[Alternative]:
         for configuration, kwargs in of_autotuner(tuner, self._now.tried, launch.args, launch.kwargs):
@@ -660,11 +657,6 @@ def _innermost(tuner: Any) -> Any:
     while not is_callable_of_triton(tuner):
         tuner = tuner.fn
     return tuner
-
-
-def _tries_its_own_way(tuner: Any) -> bool:
-    """Whether the class of an autotuner has a `_bench` of its own, which `trial` is not around."""
-    return next((kind.__module__ for kind in type(tuner).__mro__ if "_bench" in vars(kind)), _AUTOTUNER) != _AUTOTUNER
 
 
 def _explained(step: Callable[..., _T], *args: Any) -> _T | str:

@@ -44,11 +44,11 @@ class DeclaredWork(Patched):
     def __init__(self, recorder: HookHost, core: CaptureSession) -> None:
         self._recorder = recorder
         self._core = core
-        call, call_with_keys = (around(each, leave_no_own_frame) for each in (self._around, self._around_keys))
+        call_with_keys = around(self._around_keys, leave_no_own_frame)
         self._patches = PatchSet(
             [
-                Patch("torch._ops", "OpOverload.__call__", call),
-                Patch("torch._ops", "OpOverloadPacket.__call__", call),
+                Patch("torch._ops", "OpOverload.__call__", self._around),
+                Patch("torch._ops", "OpOverloadPacket.__call__", self._around),
                 # Both take a set of dispatch keys, in which the recorder's may be missing. The first is what
                 # `OpOverload.redispatch` calls, the second what `torch.library.get_kernel` returns.
                 Patch("torch._C", "_DispatchOperatorHandle.redispatch_boxed", call_with_keys),
@@ -56,11 +56,19 @@ class DeclaredWork(Patched):
             ]
         )
 
-    def _around(self, original: Callable[..., Any], operator: Any, /, *args: Any, **kwargs: Any) -> Any:
-        name = self._core.attempt(_name, operator) or ""
-        if not name or is_pytorchs(name.partition("::")[0]) or not self._recorder.recording():
-            return original(operator, *args, **kwargs)
-        return watch(self._core, functools.partial(original, operator), operator, name, args, kwargs)
+    def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
+            try:
+                name = self._core.attempt(_name, operator) or ""
+                if not name or is_pytorchs(name.partition("::")[0]) or not self._recorder.recording():
+                    return original(operator, *args, **kwargs)
+                return watch(self._core, functools.partial(original, operator), operator, name, args, kwargs)
+            except BaseException as error:
+                leave_no_own_frame(error)
+                raise
+
+        return call
 
     def _around_keys(self, original: Callable[..., Any], called: Any, /, keys: Any, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(original, called, keys)

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable
 from threading import get_ident
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from ..arguments import OpCall
 from ..capture_session import CaptureSession
 from ..collectives import Launch
 from ..composite_operators import RecordingGranularity, read_autocast
-from ..frames import is_interrupt, is_recorders, leave_no_frames
+from ..frames import beyond_recorders, is_interrupt, leave_no_frames
 from ..kernels import Action, CapturedKernel, tensors_in
 from ..stream.program_state import watched_indices
 from ..stream.records import Unrepresentable
@@ -326,7 +325,5 @@ def _is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     on_meta = all(tensor.is_meta for tensor in tensors) if tensors else device is not None and device.type == "meta"
     if not on_meta:
         return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_recorders(frame.f_code):
-        frame = frame.f_back
+    frame = next(beyond_recorders(sys._getframe(1)), None)
     return frame is not None and frame.f_code.co_filename.endswith(_MAKES_FAKE_TENSORS)

@@ -96,7 +96,8 @@ class Interruptions:
         self._unseen, self._found, self._attempt = unseen, found, attempt
         self._counting: dict[int, _Counting] = {}  # by thread, while the collector runs
         self._patches = PatchSet(
-            [Patch("signal", "signal", self._setting), Patch("signal", "getsignal", self._getting)]
+            Patch("signal", name, partial(_Signal, counted))
+            for name, counted in (("signal", self._counted), ("getsignal", None))
         )
 
     def install(self) -> None:
@@ -159,17 +160,11 @@ class Interruptions:
             return handler
         return _Handler(handler, self._in_handler)
 
-    def _setting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        return _Signal(original, self._counted)
-
-    def _getting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        return _Signal(original, None)
-
 
 class _Signal(StandIn):
     """`signal.signal` or `signal.getsignal`: the program sees its own handlers."""
 
-    def __init__(self, original: Callable[..., Any], counted: Callable[[Any], Any] | None) -> None:
+    def __init__(self, counted: Callable[[Any], Any] | None, original: Callable[..., Any]) -> None:
         super().__init__(original)
         self._counted = counted
 

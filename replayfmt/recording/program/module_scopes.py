@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as hooks
 
+from ..frames import outwards
 from ..patches import HookHost
 
 
@@ -77,10 +78,7 @@ class ModuleScopes:
         calls = self._open.calls
         if not calls:
             return
-        running = set()
-        while frame is not None:
-            running.add(id(frame))
-            frame = frame.f_back
+        running = set(map(id, outwards(frame)))
         # Frames in `calls` are alive, so their ids are unique.
         while calls and id(calls[-1][2]) not in running:
             self._leave()

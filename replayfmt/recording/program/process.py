@@ -27,7 +27,7 @@ from typing import Any
 from replayfmt.format.output import in_main_thread
 from replayfmt.native.watching import ThreadWatch
 
-from ..frames import in_recorders_work
+from ..frames import in_recorders_work, outwards
 from ..patches import Patch, PatchSet, around
 
 _PACKAGE = __package__.partition(".")[0]
@@ -203,19 +203,15 @@ def end_if_stuck(watch: ThreadWatch, lock: threading.RLock) -> None:
 
 def _compiles(frame: FrameType | None) -> bool:
     """Whether a compiler is running for the recorder."""
-    while frame is not None:
-        if frame.f_code.co_name == "_run" and frame.f_globals.get("__name__") == f"{_OURS}native.building":
-            return True
-        frame = frame.f_back
-    return False
+    home = f"{_OURS}native.building"
+    return any(each.f_code.co_name == "_run" and each.f_globals.get("__name__") == home for each in outwards(frame))
 
 
 def _outermost_of_ours(frame: FrameType | None) -> FrameType | None:
     """The outermost frame of recorder code on the stack, or None if no recorder code is running."""
     found = None
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
+    for each in outwards(frame):
+        name = each.f_globals.get("__name__", "")
         if name.startswith(_OURS) and name not in _HARMLESS:
-            found = frame
-        frame = frame.f_back
+            found = each
     return found

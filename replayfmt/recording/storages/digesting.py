@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from replayfmt.format.codes import TensorFlag
+from replayfmt.format.codes import RecordKind, TensorFlag
 from replayfmt.format.model import TensorDigest
 from replayfmt.pytorch.tensors.digests import digest_view
 from replayfmt.pytorch.tensors.memory import is_zerotensor, offset_of, storage_of
@@ -55,7 +55,7 @@ class Digests:
                 continue
             state = tracker.state
             if state is not None and state.coverage is not None and not self._written_whole(tracker, state.coverage):
-                if tracker.entry.written() and not state.opaque and state.outside is None:
+                if tracker.entry.written() and not state.opaque and not state.outside:
                     self.written_ranges(tracker, storage)
                 tracker.entry.clear_written()
                 continue
@@ -72,7 +72,7 @@ class Digests:
             entry.clear_written()
         if number >= self._fresh_from and not tracker.imports and (state is None or state.coverage is None):
             written.update((tensor, (meta, offset)) for meta, offset, tensor in entry.views()[:1])
-        if not written or (state is not None and (state.opaque or state.outside is not None)):
+        if not written or (state is not None and (state.opaque or state.outside)):
             return {}
         length = tracker.size if state is None else state.length
         params = self._metas.params
@@ -210,7 +210,7 @@ class Outside:
         not have to enter."""
         tracker = self._storages.tracker_of(storage)
         if tracker is not None and tracker.state is not None and tracker.state.alias_of is None:
-            tracker.state.outside = None
+            tracker.state.outside = False
 
     def storage_resized(self, storage: torch.UntypedStorage) -> None:
         """A storage was reallocated outside any op: only its length, and which bytes are written, is known."""
@@ -246,7 +246,7 @@ class Outside:
             if tracker is not None and not is_zerotensor(plain):
                 meta = self._metas.of(plain)
                 number = self._storages.view(tracker, meta, int(offset_of(plain)), self._metas.params[meta].item)
-                self._records.stream_use(number, device, stream)
+                self._records.on_device(RecordKind.stream_use, device, number, stream)
 
     def host_read(self, method: str, tensor: torch.Tensor) -> None:
         """A value left the device for the host. Nothing is recorded for storages that no captured op has touched."""

@@ -306,11 +306,13 @@ class Storages:
         state, storage = self.state(tracker), tracker()
         state.windowed |= windowed
         if not state.watched or tracker.size >= 0 or (state.private and storage is not None and storage.is_shared()):
-            if state.outside is None and self.written_outside(tracker):  # what it is known to hold is forgotten here
-                state.outside = "outside_write"
+            if not state.outside and self.written_outside(tracker):  # what it is known to hold is forgotten here
+                state.outside = True
             state.watched = True
             if self.watches_natively and storage is not None:
-                state.private = self._is_private(storage) if private is None else private
+                if private is None:
+                    private = self._session.allocated(storage._cdata) or self._contents.is_private(storage)
+                state.private = private
                 tracker.know_content(None)  # that was a number of another kind
             tracker.need_care()
 
@@ -336,17 +338,14 @@ class Storages:
         known = tracker.known_content()
         return known is not None and self.content_now(tracker, storage) != known
 
-    def _is_private(self, storage: torch.UntypedStorage) -> bool:
-        """See `State.private`."""
-        return self._session.allocated(storage._cdata) or self._contents.is_private(storage)
-
-    def mark_written_outside(self, tracker: Tracker, reason: str = "outside_write") -> None:
+    def mark_written_outside(self, tracker: Tracker) -> None:
         """Its content is imported again at its next use."""
         state = self.state(tracker)
         if state.alias_of is not None:
             tracker, state = state.alias_of, self.state(state.alias_of)
-        state.outside = reason
-        self._define_again(tracker)
+        state.outside = True
+        for meta, offset, number in tracker.entry.views():  # they may have been lost with the row that was to hold them
+            self._session.definitions.append(pack_definition(number, tracker.id, offset, meta))
         tracker.need_care()
 
     def forget(self, storage: torch.UntypedStorage) -> None:
@@ -364,11 +363,6 @@ class Storages:
         tracker.entry.forget()
         delattr(storage, ATTRIBUTE)
         self.live.pop(tracker.id, None)
-
-    def _define_again(self, tracker: Tracker) -> None:
-        """Record its tensors' definitions again: they may have been lost with the row that was to hold them."""
-        for meta, offset, number in tracker.entry.views():
-            self._session.definitions.append(pack_definition(number, tracker.id, offset, meta))
 
     def use(
         self,
@@ -392,8 +386,8 @@ class Storages:
             return tracker
         if state.in_flight and (reads or writes):
             self.arrived(tracker, *((0, state.length) if region is None else (region.start, region.end)))
-        if state.outside is not None and length:
-            self._enter_again(tracker, state, storage, state.outside)
+        if state.outside and length:
+            self._enter_again(tracker, state, storage, "outside_write")
         partly = reads and length and self._reads_unwritten(tracker, state, storage, op, unwritten, region)
         if reads and not partly and unwritten is not Unwritten.passed_on:
             self.unexplained.report(tracker, op)
@@ -537,7 +531,7 @@ class Storages:
         content = self._contents.again(storage, self.dtype(tracker) if dtype is None else dtype)
         self._records.storage_import(tracker.id, content, version, reason)
         self._note_content(tracker, content)
-        state.outside = state.unexplained = None
+        state.outside, state.unexplained = False, None
         state.arbitrary = reason in _AS_IT_IS
         tracker.entry.unmark()
         state.coverage = None

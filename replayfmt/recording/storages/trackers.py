@@ -77,7 +77,7 @@ class State:
         self.mapped: MappedRange | None = None  # mapped from a file: unchanged pages are not read to compare
         self.arbitrary = False  # its content entered as what nothing had written: in it an address has no meaning
         self.synthesized = False  # a recipe replaces its content
-        self.outside: str | None = None  # written from outside: import at the next use, for this reason
+        self.outside = False  # written from outside: it is imported at its next use
         self.unexplained: Origin | None = None  # neither it nor its inputs were ever written
         self.unreadable = False  # a ZeroTensor's: it has no memory
         self.opaque = False  # holds what no replay reproduces: never compared
@@ -91,7 +91,7 @@ class State:
         """Whether there is something to do before each use, apart from what being watched asks for."""
         return (
             self.coverage is not None
-            or self.outside is not None
+            or self.outside
             or self.alias_of is not None
             or self.unreadable
             or self.unexplained is not None

@@ -260,9 +260,9 @@ class RowBatch:
         self.released = words[spans(slots_begin[released], records[released])]
 
 
-def _column(values: array[int] | array[float], dtype: type = np.int64) -> np.ndarray:
+def _column(values: array[int]) -> np.ndarray:
     """A view of an array; it must not outlive the lock, because a viewed array cannot grow."""
-    return np.frombuffer(values, dtype) if values else np.zeros(0, dtype)
+    return np.frombuffer(values, np.int64) if values else np.zeros(0, np.int64)
 
 
 def _take(rows: RowList, words: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import StreamPlacement
 from replayfmt.pytorch.accelerators import (
     Callbacks,
@@ -186,7 +187,7 @@ class Streams:
         self.first_seen = None
         for index in list(self._indices):
             torch.accelerator.synchronize(index)
-            self._records.synchronize(torch.device(self.kind, index))
+            self._records.on_device(RecordKind.synchronize, torch.device(self.kind, index))
 
     def of(self, stream: torch.Stream) -> tuple[torch.device, int]:
         """A stream's device and number."""
@@ -220,12 +221,13 @@ class Streams:
         if known is None:
             known = heapq.heappop(self._free) if self._free else len(self._events) + 1
             self._events[event] = known
-        self._records.event_record(known, device, number)
+        self._records.on_device(RecordKind.event_record, device, known, number)
 
     def waited(self, event: int, stream: int) -> None:
         known = self._events.get(event)
         if known is not None:  # or it was recorded before the capture: what it stands for is done
-            self._records.event_wait(known, *self._stream(stream))
+            device, number = self._stream(stream)
+            self._records.on_device(RecordKind.event_wait, device, known, number)
 
     def knows(self, event: int) -> bool:
         """Whether the event with a handle was recorded."""
@@ -248,7 +250,8 @@ class Streams:
 
     def landed(self, work: int, device: torch.device) -> None:
         """The current stream waits for that collective."""
-        self._records.event_wait(self._events[~work], *self.of(torch.accelerator.current_stream(device)))
+        home, number = self.of(torch.accelerator.current_stream(device))
+        self._records.on_device(RecordKind.event_wait, home, self._events[~work], number)
         self.deleted(~work)
 
     def synchronized_event(self, event: int) -> None:
@@ -257,13 +260,14 @@ class Streams:
             self._records.event_synchronize(known)
 
     def synchronized_stream(self, stream: int) -> None:
-        self._records.stream_synchronize(*self._stream(stream))
+        self._records.on_device(RecordKind.stream_synchronize, *self._stream(stream))
 
     def synchronized(self, stream: torch.Stream) -> None:
-        self._records.stream_synchronize(*self.of(stream))
+        self._records.on_device(RecordKind.stream_synchronize, *self.of(stream))
 
     def synchronized_device(self) -> None:
-        self._records.synchronize(torch.device(self.kind, torch.accelerator.current_device_index()))
+        here = torch.device(self.kind, torch.accelerator.current_device_index())
+        self._records.on_device(RecordKind.synchronize, here)
 
 
 class StreamTrace:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from replayfmt.format.codes import RecordKind, TensorFlag, ValueKind
-from replayfmt.format.model import CaptureInfo, Device, Node, Signature, TensorDigest
+from replayfmt.format.model import CaptureInfo, Node, Signature, TensorDigest
 from replayfmt.format.output import Uninterrupted
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.signature_layout import SlotLayout, argument_nodes
@@ -114,10 +114,6 @@ class Records:
                 if self.new_device is None or self.new_device(device, number):
                     self._devices[device] = number
         return number
-
-    def plain_device(self, device: Device) -> int:
-        with self._lock:
-            return self._writer.device(device)
 
     def _constant(
         self,
@@ -215,34 +211,15 @@ class Records:
 
     # -------------------------------------------------------------------------------------------------------- streams
 
-    def _on_stream(
-        self, kind: RecordKind, device: torch.device, *, tensor: Sequence[int] = (), ints: Sequence[int] = ()
-    ) -> None:
+    def on_device(self, kind: RecordKind, device: torch.device, *words: int) -> None:
+        """A record about a device, or a stream or an event of it. `words` fill its slots."""
         number = self.device(device)
-        self._constant((kind, number), lambda: nodes_on_device(kind, number), (*tensor, *ints))
-
-    def event_record(self, event: int, device: torch.device, stream: int) -> None:
-        self._on_stream(RecordKind.event_record, device, ints=(event, stream))
-
-    def event_wait(self, event: int, device: torch.device, stream: int) -> None:
-        self._on_stream(RecordKind.event_wait, device, ints=(event, stream))
-
-    def stream_use(self, tensor: int, device: torch.device, stream: int) -> None:
-        """A stream uses the memory of a tensor."""
-        self._on_stream(RecordKind.stream_use, device, tensor=(tensor,), ints=(stream,))
-
-    def stream_synchronize(self, device: torch.device, stream: int) -> None:
-        """The host waited for a stream."""
-        self._on_stream(RecordKind.stream_synchronize, device, ints=(stream,))
+        self._constant((kind, number), lambda: nodes_on_device(kind, number), words)
 
     def event_synchronize(self, event: int) -> None:
         """The host waited for an event."""
         kind = RecordKind.event_synchronize
         self._constant((kind,), lambda: argument_nodes(kind), (event,))
-
-    def synchronize(self, device: torch.device) -> None:
-        """The host waited for a device."""
-        self._on_stream(RecordKind.synchronize, device)
 
     # -------------------------------------------------------------------------------------------------------- digests
 

@@ -192,9 +192,6 @@ def call_repeatedly(function: Callable[..., list[Any]], arguments: Sequence[Any]
         function(list(arguments), None)
 
 
-_CHECKS = (RecordKind.digest, RecordKind.host_read)
-
-
 class KeepGoing:
     """Runs steps and judges each op. `refused` has the reason for op signatures that cannot be run here; `on_op` is
     given each op before it runs, with its inputs, to run it apart as often as it likes."""
