@@ -39,7 +39,7 @@ from replayfmt.pytorch.tensors.memory import call_undispatched, make_view, offse
 
 from .arguments import KnownTensor, TensorUse
 from .kernels import CapturedKernel
-from .patches import HookHost, Patch, PatchSet, around
+from .patches import HookHost, Patch, Patched, PatchSet, around
 from .storages.trackers import Tracker
 from .stream.records import Unrepresentable
 from .undispatched import mark_written
@@ -350,7 +350,7 @@ _EARLIER = (
 )
 
 
-class CollectiveHooks:
+class CollectiveHooks(Patched):
     """The hooks of one capture, a CaptureSession."""
 
     def __init__(self, recorder: HookHost, session: Any) -> None:

@@ -43,7 +43,7 @@ from .hooks.host_access import DirectWrites, HostReads
 from .hooks.user_code import Construction, Interruptions
 from .kernels import Attached, CapturedKernel
 from .options import CaptureKeywords, CaptureOptions
-from .patches import Watch
+from .patches import Patched, Watch
 from .program.children import AfterFork, ChildrenSeen, child_path
 from .program.module_scopes import ModuleScopes
 from .program.process import ProgramReplacement, Termination, end_if_stuck
@@ -101,21 +101,6 @@ def _codes_of(member: Any) -> Iterator[CodeType]:
 
 _T = TypeVar("_T")
 _Step = TypeVar("_Step", bound=Callable[..., Any])
-Patches = (
-    Hooks
-    | TritonLaunches
-    | Graphs
-    | HostReads
-    | DirectWrites
-    | CollectiveHooks
-    | Interruptions
-    | WholeComposites
-    | DeclaredWork
-    | Construction
-    | ProgramReplacement
-    | StreamTrace
-    | ChildrenSeen
-)
 _PATIENCE_S = 5.0  # for the recorder's own thread to end
 _active: Recorder | None = None
 _activation = threading.Lock()
@@ -159,7 +144,7 @@ class Recorder:
         self.options = CaptureOptions() if options is None else options
         self._core: CaptureSession | None = None
         self._presence: ThreadAttachment | None = None
-        self._patches: list[Patches] = []
+        self._patches: list[Patched] = []
         self._on_replacement = on_replacement or self._close_for_replacement
         self._after_fork: AfterFork | None = None
         self._children = children

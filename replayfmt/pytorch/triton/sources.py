@@ -19,6 +19,7 @@ import re
 import symtable
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType, FunctionType, ModuleType
@@ -189,8 +190,7 @@ class KernelFunction:
     @property
     def enclosing(self) -> dict[str, Any]:
         """The variables of enclosing functions that it uses."""
-        cells = zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True)
-        return {name: cell.cell_contents for name, cell in cells if _is_full(cell)}
+        return enclosed_by(self.function)
 
     def value_of(self, name: str) -> Any:
         """What a name of another thing means now, MISSING if nothing."""
@@ -239,12 +239,13 @@ def _names(node: ast.AST) -> Iterator[str]:
             yield each.id
 
 
-def _is_full(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - raises if it is empty
-    except ValueError:
-        return False
-    return True
+def enclosed_by(function: Any) -> dict[str, Any]:
+    """The variables of enclosing functions that a function uses, without those that have no value yet."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it is empty
+            found[name] = cell.cell_contents
+    return found
 
 
 _HEAD = ("import triton", "import triton.language as tl")

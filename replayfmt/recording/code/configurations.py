@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from replayfmt.format.attachments import CHOICE, CONFIGURATIONS
 from replayfmt.pytorch.triton.kernels import KernelCode, LaunchForm, NotRepresentable, launch_text
+from replayfmt.pytorch.triton.sources import enclosed_by
 
 from ..kernels import Attached
 
@@ -116,13 +117,6 @@ def captured_by(function: Any) -> Any:
     if code is None:
         return None
     scope = getattr(function, "__globals__", {})
-    values = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
-    values += [*(function.__defaults__ or ()), *(scope.get(name) for name in code.co_names)]
+    values = [*enclosed_by(function).values(), *(function.__defaults__ or ())]
+    values += [scope.get(name) for name in code.co_names]
     return code, tuple(each if type(each) in (int, float, bool, str) else id(each) for each in values)
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False

@@ -24,7 +24,7 @@ from replayfmt.format.output import in_main_thread
 
 from ..dispatch.mode import mode_stack
 from ..frames import leave_no_frames, leave_no_own_frame
-from ..patches import HookHost, Patch, PatchSet, StandIn, Watch
+from ..patches import HookHost, Patch, Patched, PatchSet, StandIn, Watch
 
 _original: Callable[..., Any] = torch.Tensor.__new__
 _recorder: HookHost | None = None
@@ -44,7 +44,7 @@ def construct(*args: Any, **kwargs: Any) -> Any:
         raise
 
 
-class Construction:
+class Construction(Patched):
     """The patch of one capture."""
 
     def __init__(self, recorder: HookHost) -> None:
@@ -85,7 +85,7 @@ _OURS = __name__.partition(".")[0]
 _handlers: Any = sys.modules["_signal"]  # what Python calls; the functions of `signal` are replaced
 
 
-class Interruptions:
+class Interruptions(Patched):
     """Those of one capture. `unseen`: whether the recorder misses what the calling thread runs now. `found(operator)`
     is called with the name of each operator. Neither may take a lock. `attempt(step, …)` runs a step of the recorder in
     the middle of the program: None if it fails."""

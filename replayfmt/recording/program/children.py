@@ -20,7 +20,7 @@ from replayfmt.errors import NothingCaptured
 from replayfmt.format.validation import tell
 
 from ..options import CaptureOptions
-from ..patches import Patch, PatchSet, Watch, around
+from ..patches import Patch, Patched, PatchSet, Watch, around
 
 _PYTHON = re.compile(r"\A(python|pypy)[\d.]*(\.exe)?\Z")
 _ASSIGNMENT = re.compile(r"\A\w+=")
@@ -110,7 +110,7 @@ def _disable_in_child() -> None:
         disable()
 
 
-class ChildrenSeen:
+class ChildrenSeen(Patched):
     """The children that this process started while installed: `seen` maps their process ids to descriptions.
 
     It sees os.fork, posix_spawn, subprocess and multiprocessing (fork, spawn and the fork server itself), not processes
@@ -142,12 +142,6 @@ class ChildrenSeen:
                 Patch("multiprocessing.process", "BaseProcess.start", around(self._process)),
             ]
         )
-
-    def install(self) -> None:
-        self._patches.install()
-
-    def remove(self) -> None:
-        self._patches.remove()
 
     @contextmanager
     def own(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from replayfmt.format.output import in_main_thread
 from replayfmt.native.watching import ThreadWatch
 
 from ..frames import in_recorders_work, outwards
-from ..patches import Patch, PatchSet, around
+from ..patches import Patch, Patched, PatchSet, around
 
 _PACKAGE = __package__.partition(".")[0]
 _NEED_TORCH = frozenset(f"{_PACKAGE}.{name}" for name in ("pytorch", "recording.recorder", "replay", "benchmark"))
@@ -78,7 +78,7 @@ _NAMES = ("execv", "execve", "_exit")  # os.execl, os.execvp and the others call
 _ENDS = "os._exit"
 
 
-class ProgramReplacement:
+class ProgramReplacement(Patched):
     """Calls `finish` before this process is replaced by another program, with the name of the function that does it, or
     before it ends at once (None)."""
 
@@ -89,13 +89,6 @@ class ProgramReplacement:
             for module in ("os", "posix")
             for name in _NAMES
         )
-
-    def install(self) -> None:
-        self._patches.install()
-
-    def remove(self) -> None:
-        """Idempotent."""
-        self._patches.remove()
 
     def _finishing(self, name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if name != _ENDS:

@@ -30,7 +30,7 @@ from replayfmt.pytorch.accelerators import (
     tells_of_memory,
 )
 
-from ..patches import HookHost, Patch, PatchSet, StandIn
+from ..patches import HookHost, Patch, Patched, PatchSet, StandIn
 from .buffer import RecordBuffer
 from .records import Records
 from .session import Session
@@ -52,7 +52,7 @@ def _namespace(of: type) -> dict[str, Any]:
     return found[0] if len(found) == 1 and isinstance(found[0], dict) else {}
 
 
-class StreamQueries:
+class StreamQueries(Patched):
     """The patches of one capture that see queries."""
 
     def __init__(self, kind: str, trace: StreamTrace) -> None:
@@ -270,7 +270,7 @@ class Streams:
         self._records.on_device(RecordKind.synchronize, here)
 
 
-class StreamTrace:
+class StreamTrace(Patched):
     """Follows the streams of one capture while it is installed."""
 
     def __init__(self, recorder: HookHost, streams: Streams, lock: Any) -> None:
