@@ -201,7 +201,6 @@ class GraphBody:
         self._builder.add(signature, kind, Moment(), RecordSlots([], list(ints), []))
 
     def device_id(self, device_index: int) -> int:
-        """The id of an accelerator."""
         return self._device(torch.device(self._kind, device_index))
 
     # --------------------------------------------------------------------------------------------------------- values

@@ -80,7 +80,6 @@ class Graphs(Patched):
     # ------------------------------------------------------------------------------------------------------- a capture
 
     def begin(self, original: _Function, graph: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Of `capture_begin`."""
         if getattr(self._now, "begins", False):  # a class calls that of its base
             return original(graph, *args, **kwargs)
         mode = self._recorder.attempt(self._recorder.mode_here)
@@ -129,7 +128,6 @@ class Graphs(Patched):
         self._begun[id(graph)] = begun
 
     def end(self, original: _Function, graph: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Of `capture_end`."""
         begun = self._begun.pop(id(graph), None)
         if begun is not None:
             self._recorder.attempt(begun.mode.look)
@@ -187,7 +185,6 @@ class Graphs(Patched):
     # -------------------------------------------------------------------------------------------------------- a replay
 
     def replay(self, original: _Function, graph: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Of `replay`."""
         mode = self._recorder.attempt(self._recorder.mode_here)
         run = functools.partial(original, graph, *args, **kwargs)
         if mode is None:

@@ -363,7 +363,6 @@ class Observer(ObservingMode):
         return [(each, generator_state(each)) for each in drawn_from(args, kwargs, devices)]
 
     def note(self, op: PendingOp) -> None:
-        """An op ran."""
         for storage in _storages(op.result):
             number = storage._cdata
             if number not in self._own:

@@ -133,7 +133,6 @@ class Records:
     # ------------------------------------------------------------------------------------------------------- storages
 
     def storage_import(self, storage: int, content: FirstContent, version: int, reason: str) -> None:
-        """A storage's content is imported."""
         kind = content.kind
         self._constant(
             (RecordKind.storage_import, kind, reason),

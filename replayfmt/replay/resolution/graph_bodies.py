@@ -22,7 +22,7 @@ from replayfmt.format.model import (
     tensors_of,
 )
 from replayfmt.format.reader import CaptureReader
-from replayfmt.pytorch.accelerators import HOST, default_generator, is_accelerator, keeps_memory_for_streams
+from replayfmt.pytorch.accelerators import HOST, SetStreams, default_generator, is_accelerator, keeps_memory_for_streams
 from replayfmt.pytorch.tensors.composites import put_together
 from replayfmt.pytorch.tensors.memory import (
     TORCH_DTYPE,
@@ -127,10 +127,7 @@ class BodyStreams:
         return self._besides[key] if key[1] else self._begun[key[0]]
 
     def _set(self, streams: list[_Here]) -> None:
-        index = torch.accelerator.current_device_index()
-        for key in streams:
-            torch.accelerator.set_stream(self.stream(key))
-        torch.accelerator.set_device_index(index)  # setting a stream makes its device current
+        SetStreams([self.stream(key) for key in streams])()
 
 
 def _device_of(record: Record) -> int:
