@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, repeat, takewhile, tee
 from operator import truth
 from threading import get_ident
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,6 @@ from replayfmt.native.watching import settle
 from ..capture_session import CaptureSession
 from ..dispatch.mode import RecordingMode, mode_stack, remove_finished_modes, remove_mode, remove_mode_at, set_modes
 from ..dispatch.native_mode import NativeMode
-from ..frames import outwards
 from ..patches import Patch, PatchSet, around
 
 _HANDLER = RecordingMode.__torch_dispatch__.__code__
@@ -374,8 +374,12 @@ class ModeAttachment:
     def _handles_an_op(self) -> bool:
         """Whether the thread is inside the mode, which PyTorch takes off the stack until it returns. A thread may be
         asked to join at any step, also there; with the mode twice it would take itself for one of the program's."""
-        frames = (frame for frame in outwards(sys._getframe()) if frame.f_code is _HANDLER)
-        return any(frame.f_locals["self"].core is self._core for frame in frames)
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is _HANDLER and frame.f_locals["self"].core is self._core:
+                return True
+            frame = frame.f_back
+        return False
 
     def lost(self) -> str:
         return "" if torch._C._dispatch_tls_local_include_set().has(torch._C.DispatchKey.Python) else _KEYS_PUT_BACK
