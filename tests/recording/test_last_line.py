@@ -61,6 +61,7 @@ _DEFENCE = {
     "is_recorders",
     "CaptureWriter.abandon",
     "Recorder._put_back",
+    "_put_back",
     "_set_inactive",
     "mode_stack",
     "remove_mode_at",

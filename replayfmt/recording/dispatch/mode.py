@@ -61,6 +61,10 @@ def _is_base(func: Any) -> bool:
     return isinstance(func, BaseHOP)
 
 
+def _some_dispatch_themselves(types: Any) -> bool:
+    return any(map(dispatches_itself, types))
+
+
 def _with_recorder(mode: RecordingMode, body: Any) -> Any:
     @functools.wraps(body, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -142,7 +146,7 @@ class RecordingMode(TorchDispatchMode):
         core = self.core
         if core.finished:
             return self._run_unrecorded(func, args, kwargs)
-        if types and any(map(dispatches_itself, types)):  # `detach` names plain classes too
+        if types and core.attempt(_some_dispatch_themselves, types):  # `detach` names plain classes too
             return func(*args, **kwargs) if _is_tracing(types) else NotImplemented
         if _len_torch_dispatch_stack() and self._is_above_others():
             return self._beneath(func, args, kwargs)
