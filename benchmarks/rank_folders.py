@@ -26,34 +26,60 @@ from replayfmt.format.rank_files import describe, judge
 
 COLLECTIVES = 100
 RESULT_BYTES = 1 << 20
-STEPS = 200
-TURNS = 7
-# A step of 24 small ops and 8 collectives on each of two ranks: the seconds that the median step takes.
+TURNS, STEPS = 40, 25
+# A step of 24 small ops and 8 collectives on each of two ranks, captured; or measured, in turns with its replay: gloo
+# is slow for a while once its ranks are out of step, since its threads then spin.
 PROGRAM = """
-import os, statistics, sys, time
+import json, statistics, sys, time
 import torch, torch.distributed as dist
 import replayfmt
+from replayfmt.benchmark.ranks import TimedRanks
+from replayfmt.replay.plan import Plan
+
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
+folder, turns, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 x, weight = torch.randn(16, 64), torch.randn(64, 64) / 8
+
 def step():
     y = x
     for _ in range(8):
         y = torch.mm(y, weight).relu() * 0.5
         dist.all_reduce(y)
-step()
-if len(sys.argv) > 2:
-    with replayfmt.capture(f"{sys.argv[2]}/rank{dist.get_rank()}.opreplay"):
+
+class Stopwatch:
+    def __init__(self):
+        self.taken = []
+    def start(self):
+        ranks.align()
+        self.began = time.perf_counter()
+    def pause(self): ...
+    def resume(self): ...
+    def stop(self):
+        self.taken.append(time.perf_counter() - self.began)
+
+def program():
+    of_program.start()
+    step()
+    of_program.stop()
+
+if not turns:
+    dist.init_process_group("gloo")
+    step()
+    with replayfmt.capture(f"{folder}/rank{dist.get_rank()}.opreplay"):
         step()
 else:
-    taken = []
-    for _ in range(int(sys.argv[1])):
-        dist.barrier()
-        begin = time.perf_counter()
-        step()
-        taken.append(time.perf_counter() - begin)
-    if dist.get_rank() == 0:
-        print(statistics.median(taken))
+    ranks, of_program, of_replay = TimedRanks(folder, 60.0), Stopwatch(), Stopwatch()
+    with ranks.playing(), Plan(ranks.path) as plan:
+        plan.execute(verify="none")
+        for _ in range(turns):
+            for _ in range(steps):
+                program()
+            for _ in range(steps):
+                plan.execute(verify="none", timer=of_replay)
+    ranks.finish()
+    if ranks.rank == 0:
+        print(json.dumps([of_program.taken, of_replay.taken]))
+    ranks.end(0)
 dist.destroy_process_group()
 """
 
@@ -158,38 +184,30 @@ def measure_results(folder: Path, count: int) -> None:
     row("recorded results: file size by bytes that collectives wrote", ratio, at_most=1.1)
 
 
-def measure_replay(folder: Path, steps: int) -> None:
-    program, out, times = folder / "program.py", folder / "two", folder / "times.json"
+def measure_replay(folder: Path, turns: int, steps: int) -> None:
+    program, out = folder / "program.py", folder / "two"
     program.write_text(PROGRAM)
-    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    out.mkdir()
 
-    def launch(*command: object) -> str:
+    def launch(turns: int) -> str:
+        two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         return subprocess.run(
-            [*two, *map(str, command)], env=environment, check=True, text=True, capture_output=True
+            [*two, str(program), str(out), str(turns), str(steps)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=True,
+            text=True,
+            capture_output=True,
         ).stdout
 
-    out.mkdir()
-    launch(program, 1, out)
-    programs, replays = [], []
-    for _ in range(1 if steps < STEPS else TURNS):  # gloo is fast or slow for a whole launch: several of each
-        programs.append(float(launch(program, steps).split()[-1]))
-        launch(
-            "-m",
-            "opreplay_tools.benchmark",
-            f"--benchmark-min-time={steps}x",
-            f"--benchmark-out={times}",
-            "--force",
-            out,
-        )
-        rows = json.loads(times.read_text())["benchmarks"]
-        replays.append(max(each["median_real_time"] for each in rows) / 1e9)
+    launch(0)
+    of_program, of_replay = json.loads(launch(turns).splitlines()[-1])
+    program_s = statistics.median(of_program)
     row(
         "replay of a launch-bound step by two ranks",
-        statistics.median(replays) / statistics.median(programs),
+        statistics.median(of_replay) / program_s,
         at_most=1.1,
-        program_us=statistics.median(programs) * 1e6,
-        fastest=min(replays) / min(programs),
+        program_us=program_s * 1e6,
+        fastest=min(of_replay) / min(of_program),
     )
 
 
@@ -215,7 +233,7 @@ def main() -> None:
         measure_sequences(folder)
         measure_results(directory, 4 if quick else 64)
         progress("replaying two ranks")
-        measure_replay(directory, 5 if quick else STEPS)
+        measure_replay(directory, 1 if quick else TURNS, 5 if quick else STEPS)
 
 
 if __name__ == "__main__":

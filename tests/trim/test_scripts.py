@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import runpy
 import subprocess
@@ -25,6 +26,7 @@ from replayfmt.format.model import CaptureInfo, Kernel, Node, Signature
 from replayfmt.format.reader import open_capture
 from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
+from replayfmt.pytorch.tensors.memory import row_major_bytes
 from replayfmt.replay.plan import Plan
 from replayfmt.trim.script import ScriptResult, script_with_data, synthesized_script
 from replayfmt.trim.script_triton import argument, comment, identifier, scalar
@@ -99,8 +101,6 @@ def everything_a_script_can_do() -> None:
 
 def expected_of(path: Path, first: int, stop: int) -> set[str]:
     """SHA-256 of the results of every op in a range, by a replay of each."""
-    from replayfmt.trim.script import _hash
-
     found = set()
     with replayfmt.open(str(path)) as capture:
         for ordinal in range(first, stop):
@@ -108,7 +108,7 @@ def expected_of(path: Path, first: int, stop: int) -> set[str]:
                 results = capture.ops.by_ordinal[ordinal].replay()
                 for value in results if isinstance(results, tuple | list) else [results]:
                     if isinstance(value, torch.Tensor):
-                        found.add(_hash(value))
+                        found.add(hashlib.sha256(row_major_bytes(value)).hexdigest())
     return found
 
 
