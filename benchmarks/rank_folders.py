@@ -203,7 +203,7 @@ def measure_replay(folder: Path, turns: int, steps: int) -> None:
     of_program, of_replay = json.loads(launch(turns).splitlines()[-1])
     program_s = statistics.median(of_program)
     row(
-        "replay of a launch-bound step by two ranks",
+        "replay of a launch-bound step by two ranks, in turns with the program",
         statistics.median(of_replay) / program_s,
         at_most=1.1,
         program_us=program_s * 1e6,

@@ -3,7 +3,8 @@
 Works on the JSON documents alone (no torch). A row's name holds its scope, kernel or signature, so rows of one name
 measured the same work; all times of a name are taken together. The ratio of two medians lies between the quotients of
 the ends of their intervals. Each encloses its median with 95% confidence, so two runs of the same speed get the verdict
-that they differ in fewer than one of ten cases, in practice far fewer: both intervals have to miss.
+that they differ in fewer than one of ten cases, in practice far fewer: both intervals have to miss. That of a run of
+several processes is where another run's median lies, so the quotients are with the other's median.
 """
 
 from __future__ import annotations
@@ -350,7 +351,8 @@ def _total(
     # The sums differ by at most the sum of what their parts differ by.
     floor = sum(named[name].noise_floor * float(found[0][0]) for name, found in known.items()) * 1e3 / before[0]
     old_sum, new_sum = (Figure(float(of[0]), float(of[1]), float(of[2])) for of in (before, after))
-    return [_judged(TOTAL, old_sum, new_sum, float(floor))]
+    of_runs = all("processes" in row for name in known for row in (*old[name], *new[name]))
+    return [_judged(TOTAL, old_sum, new_sum, float(floor), of_runs)]
 
 
 def _pair(
@@ -358,7 +360,8 @@ def _pair(
 ) -> PairedRow:
     old, new = figure_of(before), figure_of(after)
     floor = max((_number(row.get("noise_floor")) or 0.0 for row in (*before, *after)), default=0.0)
-    if on_host and not all("processes" in row for row in (*before, *after)):
+    of_runs = all("processes" in row for row in (*before, *after))
+    if on_host and not of_runs:
         floor = max(floor, BETWEEN_PROCESSES)
     if _in_graphs(before) != _in_graphs(after):
         reason = "one of the two was launched in a graph, and the other was not"
@@ -366,13 +369,16 @@ def _pair(
     for when, figure in zip(named, (old, new), strict=True):
         if figure.value is None or figure.low is None or figure.high is None:
             return PairedRow(name, old, new, None, None, None, floor, "not known", f"{when}: {figure.reason}")
-    return _judged(name, old, new, floor)
+    return _judged(name, old, new, floor, of_runs)
 
 
-def _judged(name: str, old: Figure, new: Figure, floor: float) -> PairedRow:
-    """The verdict on two figures that are known."""
+def _judged(name: str, old: Figure, new: Figure, floor: float, of_runs: bool) -> PairedRow:
+    """The verdict on two figures that are known. `of_runs`: the interval of each is where the other's median would lie
+    if they were of the same speed, so it is compared with that median."""
     assert old.value and old.low and old.high and new.value and new.low and new.high
     low, high = new.low / old.high, new.high / old.low
+    if of_runs:
+        low, high = min(new.value / old.high, new.low / old.value), max(new.value / old.low, new.high / old.value)
     verdict: BaselineVerdict = "no measurable difference"
     reason = ""
     if low > 1 + floor:
