@@ -26,7 +26,6 @@ from replayfmt.replay.run import run_twice
 from .conftest import Captured
 from .rewriting import rewrite
 
-OPERATORS = torch.library.Library("chancetest", "FRAGMENT")
 CHANCE = random.Random()
 KEPT: list[torch.Tensor] = []
 
@@ -76,16 +75,17 @@ def pivots(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module", autouse=True)
 def _operators() -> Iterator[None]:
+    operators = torch.library.Library("chancetest", "FRAGMENT")  # a worker may come back to this module: made anew then
+
+    def define(schema: str, function: Callable[..., Any]) -> None:
+        operators.define(schema)
+        operators.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+
     for function in (noise, seldom, wild, mends, refuses, pivots):
         define(f"{function.__name__}(Tensor x) -> Tensor", function)
     define("noise_(Tensor(a!) x) -> Tensor(a!)", noise_)
     yield
-    OPERATORS._destroy()
-
-
-def define(schema: str, function: Callable[..., Any]) -> None:
-    OPERATORS.define(schema)
-    OPERATORS.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+    operators._destroy()
 
 
 @pytest.fixture(autouse=True)

@@ -26,21 +26,22 @@ from replayfmt.replay.run import run_twice
 from .conftest import Captured
 from .rewriting import rewrite
 
-OPERATORS = torch.library.Library("opaquetest", "FRAGMENT")
+LIBRARIES: list[torch.library.Library] = []  # a worker may come back to this module: made anew then
 
 
 def operator(schema: str, function: Callable[..., Any]) -> None:
-    OPERATORS.define(schema)
-    OPERATORS.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+    LIBRARIES[-1].define(schema)
+    LIBRARIES[-1].impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _operators() -> Iterator[None]:
+    LIBRARIES.append(torch.library.Library("opaquetest", "FRAGMENT"))
     operator("half_written(Tensor x) -> (Tensor, Tensor)", half_written)
     operator("addresses(Tensor x) -> Tensor", addresses)
     operator("chance(Tensor x) -> Tensor", lambda x: x + next(CHANCES))
     yield
-    OPERATORS._destroy()
+    LIBRARIES.pop()._destroy()
 
 
 CHANCES = iter(range(10**6))
