@@ -63,7 +63,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         import opaque_trim_library  # type: ignore[import-not-found]
 
         yield "opaque_trim_library"
-        sys.modules.pop("opaque_trim_library").library._destroy()  # a worker may come back to this module
+        opaque_trim_library.library._destroy()
+        del sys.modules["opaque_trim_library"]  # a worker may come back to this module
     finally:
         sys.path.remove(str(folder))
 
