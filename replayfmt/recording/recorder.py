@@ -438,7 +438,7 @@ class Recorder:
         while not self._closed and core.failure is None:
             core.attempt(core.flushing.wait)
             core.flush()
-            core.attempt(end_if_stuck, core.thread_watch, core.lock)
+            core.attempt(end_if_stuck, core.thread_watch)
 
     # ----------------------------------------------------------------------------------------------------------- scopes
 

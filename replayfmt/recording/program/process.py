@@ -14,10 +14,8 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import posix
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -181,16 +179,14 @@ class Termination:
 _PATIENCE_NS = 1_000_000_000  # how long the main thread has to come to the handler
 
 
-def end_if_stuck(watch: ThreadWatch, lock: threading.RLock) -> None:
+def end_if_stuck(watch: ThreadWatch) -> None:
     """In a thread of the recorder, now and then: end the process if SIGTERM came a while ago and the main thread, which
-    is in a call of C code, has not come to the handler. The signal's default action would have ended it there. The
-    capture is closed before, unless the recorder's `lock` is not to be had."""
+    is in a call of C code, has not come to the handler. The signal's default action would have ended it there."""
     handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     if not isinstance(handler, Termination):
         return
     if watch.terminated_ns() > _PATIENCE_NS and not handler.came:
-        ends = os._exit if lock.acquire(timeout=_PATIENCE_NS / 1e9) else posix._exit  # the first is replaced by ours
-        ends(TERMINATED)
+        os._exit(TERMINATED)  # ProgramReplacement closes the capture before
     watch.note_termination()  # again: setting any handler from Python undoes it
 
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from replayfmt.format.codes import Layout as LayoutCode
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.reader import CaptureReader
-from replayfmt.pytorch.collectives import WAIT, plays_ranks
+from replayfmt.pytorch.collectives import plays_ranks
 from replayfmt.pytorch.environment import check_settings
 from replayfmt.pytorch.overloads import ArgumentRules
 from replayfmt.pytorch.tensors.composites import FORMS
@@ -19,7 +19,7 @@ from replayfmt.pytorch.tensors.memory import TORCH_DTYPE
 
 from .devices import DeviceMap, host_memory_bytes
 from .kernels import ResolvedKernel
-from .scan import Occurrences, Scan
+from .scan import Occurrences, Scan, waits
 
 _OPEN_KINDS = (ValueKind.opaque, ValueKind.process_group)
 
@@ -161,13 +161,12 @@ class Findings:
         """Results that are not in the capture. (`payload="none"` leaves all content out, which others say; a trace has
         none.)"""
         policies = self._reader.session.policies
-        kernels = [each is not None and each.name == WAIT for each in self._reader.kernels]
         imported = "import" in policies
         left_out = policies.get("collective-results") == "none" and (imported or policies.get("payload") != "none")
         if left_out and not plays_ranks():
-            waits = [number for number, each in self._scan.occurring(RecordKind.op) if kernels[each.kernel]]
-            if waits:
-                times = _times(self._scan.seen(waits))
+            seen = self._scan.seen(waits(self._reader))
+            if seen.count:
+                times = _times(seen)
                 why = "are not in the trace" if imported else "were not recorded (--collective-results=none)"
                 self.sentences.append(
                     f"the results of collectives {why}, so that only all ranks together replay: torchrun "
