@@ -176,7 +176,8 @@ class RecordBuffer:
             self._live_definitions = definitions[~np.isin(definitions[:, 1], batch.released)]
         first = self._first_storage
         self._first_storage += len(storages)
-        threads, scopes, placements = np.frombuffer(self._contexts, np.int64).reshape(-1, 3)[batch.context].T
+        contexts = np.frombuffer(self._contexts, np.int64).reshape(-1, 3)
+        threads, scopes, placements = (column.take(batch.context) for column in contexts.T)
         yield
         yield from self.writer.records_in_parts(
             RecordColumns(
