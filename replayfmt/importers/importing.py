@@ -466,18 +466,8 @@ def import_trace(
     Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, UsageError for options that its
     kind does not have and for missing ranks, OutputExists and CaptureFailed if `out` cannot be written.
     """
-    options = ImportOptions(
-        level,
-        flag_of("unique", unique),
-        rewrite,
-        OpLibraries() if libraries is None else libraries,
-        TracedNames() if names is None else names,
-        progress,
-        on_record,
-        paths_of("graph_captures", graph_captures),
-        _wanted(steps, scopes, time),
-        None if inductor_cache is None else InductorCache(path_of("inductor_cache", inductor_cache)),
-    )
+    given = level, unique, rewrite, libraries, names, progress, on_record
+    options = _options(*given, graph_captures, steps, scopes, time, inductor_cache)
     choice_of("kind", kind, ("auto", *KINDS))
     path, out, force = path_of("path", path), path_of("out", out), flag_of("force", force)
     if rank is not None:
@@ -497,13 +487,27 @@ def import_trace(
     return report
 
 
-def _wanted(steps: Any, scopes: Any, time: Any) -> TraceRange:
-    """What is to be imported of a profiler trace. Raises UsageError."""
+def _options(
+    level: Any, unique: Any, rewrite: Any, libraries: Any, names: Any, progress: Any, on_record: Any,
+    graph_captures: Any, steps: Any, scopes: Any, time: Any, inductor_cache: Any,
+) -> ImportOptions:  # fmt: skip
+    """The options of an import, as the user gave them. Raises UsageError."""
     numbers = tuple(count_of("steps", each, 0, 1 << 62) for each in items_of("steps", steps, "a list of numbers"))
     wanted = TraceRange(numbers, texts_of("scopes", scopes), text_of("time", time))
     if wanted.time:
         parse_time(wanted.time)
-    return wanted
+    return ImportOptions(
+        level,
+        flag_of("unique", unique),
+        rewrite,
+        OpLibraries() if libraries is None else libraries,
+        TracedNames() if names is None else names,
+        progress,
+        on_record,
+        paths_of("graph_captures", graph_captures),
+        wanted,
+        None if inductor_cache is None else InductorCache(path_of("inductor_cache", inductor_cache)),
+    )
 
 
 def import_ranks(
@@ -532,18 +536,8 @@ def import_ranks(
     Either all captures are written or none: they are created beside their final paths and renamed when the last one is
     complete. Otherwise as import_trace.
     """
-    options = ImportOptions(
-        level,
-        flag_of("unique", unique),
-        rewrite,
-        OpLibraries() if libraries is None else libraries,
-        TracedNames() if names is None else names,
-        progress,
-        on_record,
-        (),
-        _wanted(steps, scopes, time),
-        None if inductor_cache is None else InductorCache(path_of("inductor_cache", inductor_cache)),
-    )
+    given = level, unique, rewrite, libraries, names, progress, on_record
+    options = _options(*given, (), steps, scopes, time, inductor_cache)
     choice_of("kind", kind, ("auto", *KINDS))
     paths = paths_of("path", path) if isinstance(path, list | tuple) else [path_of("path", path)]
     out, force = path_of("out", out), flag_of("force", force)

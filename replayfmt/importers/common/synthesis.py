@@ -145,54 +145,8 @@ def strided_meta(
     return TensorMeta(dtype, Layout.strided, device, sizes, strides, flags)
 
 
-_node = lru_cache(maxsize=1 << 14)(Node)  # of a kind, a name and a value: calls repeat
+_node_of = lru_cache(maxsize=1 << 14)(Node)  # of a kind, a name and a value: calls repeat
 _ENUMERATIONS = {DType: ValueKind.dtype, Layout: ValueKind.layout, MemoryFormat: ValueKind.memory_format}
-
-
-class NodeBuilder:
-    """Makes nodes from values. `device_id` returns a device's id by name, `generator_id` that of a default
-    generator."""
-
-    def __init__(self, device_id: Any, generator_id: Any) -> None:
-        self._device_id = device_id
-        self._generator_id = generator_id
-
-    def node(self, value: Any, slots: Slots, name: str = "") -> Node:
-        """The node of a value; appends its slots. Raises ValueError for what a record cannot hold."""
-        if value is None:
-            return _node(ValueKind.none, name)
-        if isinstance(value, Tensor):
-            slots.tensors.append(value)
-            return _node(ValueKind.tensor, name)
-        if isinstance(value, bool):
-            return _node(ValueKind.bool, name, int(value))
-        if isinstance(value, DType | Layout | MemoryFormat):
-            return _node(_ENUMERATIONS[type(value)], name, int(value))
-        if isinstance(value, int):
-            if not _LEAST <= value <= _MOST:
-                raise ValueError(f"{name}={value} is not a 64-bit integer")
-            slots.ints.append(value)
-            return _node(ValueKind.int, name)
-        if isinstance(value, float):
-            slots.floats.append(value)
-            return _node(ValueKind.float, name)
-        if isinstance(value, complex):
-            slots.floats += [value.real, value.imag]
-            return _node(ValueKind.complex, name)
-        if isinstance(value, str):
-            return _node(ValueKind.string, name, value)
-        if isinstance(value, DeviceName):
-            return _node(ValueKind.device, name, self._device_id(value.name))
-        if isinstance(value, TracedStorage):
-            slots.ints.append(value.id)
-            return _node(ValueKind.storage, name)
-        if isinstance(value, DefaultGenerator):
-            slots.ints.append(self._generator_id(value.device))
-            return _node(ValueKind.generator, name)
-        if isinstance(value, list | tuple):
-            kind = ValueKind.list if isinstance(value, list) else ValueKind.tuple
-            return Node(kind, name, None, tuple(self.node(each, slots) for each in value))
-        raise ValueError(f"{name}: a value of type {type(value).__name__} cannot be recorded")
 
 
 PRODUCER = "opreplay-import"
@@ -239,7 +193,6 @@ class ImportedSession:
         self._generators: dict[int, int] = {}
         self._signatures: dict[Any, int] = {}
         self._notes: dict[Any, int] = {}
-        self._nodes = NodeBuilder(self._device_or_refuse, self.generator)
         self._last_ns = 0
         self._far_threads: dict[int, int] = {}
 
@@ -307,9 +260,9 @@ class ImportedSession:
         """What `op` records of a call, and the storages of its tensors: with others it can be recorded again, unless
         an argument is a storage. Raises ValueError for what a record cannot hold."""
         slots = Slots()
-        args = tuple(self._nodes.node(value, slots, name) for name, value in arguments)
+        args = tuple(self._node(value, slots, name) for name, value in arguments)
         taken = len(slots.tensors)
-        returned = tuple(self._nodes.node(value, slots) for value in results or ())
+        returned = tuple(self._node(value, slots) for value in results or ())
         places: dict[TracedStorage | None, int] = {None: -1}
         for tensor in slots.tensors:
             if tensor.storage is not None:
@@ -333,8 +286,8 @@ class ImportedSession:
         """Record a call of this form with these storages; returns its ordinal."""
         note = self._note(annotation)
         for place, _offset, _meta in form.tensors[: form.taken]:
-            if place >= 0 and not storages[place].id:
-                self._enter(storages[place], moment)
+            if place >= 0:
+                self.enter(storages[place], moment)
         for place, _offset, _meta in form.tensors[form.taken :]:
             if place >= 0 and not storages[place].id:
                 self._bear(storages[place], StorageOrigin.op, 0)
@@ -348,34 +301,29 @@ class ImportedSession:
 
     def scope_begin(self, name: str, moment: Moment, annotation: Mapping[str, Any] | None = None) -> int:
         """Record that a scope begins; `moment.scope` is its id."""
-        note = self._note(annotation)
-        return self._named(RecordKind.scope_begin, moment, note, name=name)
+        return self._record(RecordKind.scope_begin, moment, (), self._note(annotation), name=name)
 
     def scope_end(self, name: str, moment: Moment) -> int:
-        """Record that a scope ends."""
-        return self._named(RecordKind.scope_end, moment, name=name)
+        return self._record(RecordKind.scope_end, moment, (), name=name)
 
     def unsupported(
         self, reason: str, op: str, detail: str, moment: Moment = _AT_START, annotation: Mapping[str, Any] | None = None
     ) -> int:
         """Record work that the import could not turn into an op."""
-        note = self._note(annotation)
-        return self._named(RecordKind.unsupported, moment, note, reason=reason, op=op, detail=detail)
+        texts = {"reason": reason, "op": op, "detail": detail}
+        return self._record(RecordKind.unsupported, moment, (), self._note(annotation), **texts)
 
     def release(self, storages: Sequence[TracedStorage], moment: Moment = _AT_START) -> None:
         """Record that these storages are no longer used: a replay need not keep them. Unused ones are left out."""
         for storage in storages:
             if storage.id and not storage.released:
                 storage.released = True
-                kind = RecordKind.storage_release
-                self._record(kind, moment, [storage.id])
+                self._record(RecordKind.storage_release, moment, [storage.id])
 
     def enter(self, storage: TracedStorage, moment: Moment = _AT_START) -> None:
-        """Import a storage ahead of its first use."""
-        if not storage.id:
-            self._enter(storage, moment)
-
-    def _enter(self, storage: TracedStorage, moment: Moment) -> None:
+        """Import a storage, unless it was used before."""
+        if storage.id:
+            return
         kind, number = ValueKind.none, 0
         if isinstance(storage.content, Recipe):
             kind, number = ValueKind.recipe, self._writer.recipe(storage.content)
@@ -408,14 +356,48 @@ class ImportedSession:
         except ValueError:
             return self._writer.annotation({name: _plain(value) for name, value in annotation.items()})
 
+    def _node(self, value: Any, slots: Slots, name: str = "") -> Node:
+        """The node of a value; appends its slots. Raises ValueError for what a record cannot hold."""
+        if value is None:
+            return _node_of(ValueKind.none, name)
+        if isinstance(value, Tensor):
+            slots.tensors.append(value)
+            return _node_of(ValueKind.tensor, name)
+        if isinstance(value, bool):
+            return _node_of(ValueKind.bool, name, int(value))
+        if isinstance(value, DType | Layout | MemoryFormat):
+            return _node_of(_ENUMERATIONS[type(value)], name, int(value))
+        if isinstance(value, int):
+            if not _LEAST <= value <= _MOST:
+                raise ValueError(f"{name}={value} is not a 64-bit integer")
+            slots.ints.append(value)
+            return _node_of(ValueKind.int, name)
+        if isinstance(value, float):
+            slots.floats.append(value)
+            return _node_of(ValueKind.float, name)
+        if isinstance(value, complex):
+            slots.floats += [value.real, value.imag]
+            return _node_of(ValueKind.complex, name)
+        if isinstance(value, str):
+            return _node_of(ValueKind.string, name, value)
+        if isinstance(value, DeviceName):
+            return _node_of(ValueKind.device, name, self._device_or_refuse(value.name))
+        if isinstance(value, TracedStorage):
+            slots.ints.append(value.id)
+            return _node_of(ValueKind.storage, name)
+        if isinstance(value, DefaultGenerator):
+            slots.ints.append(self.generator(value.device))
+            return _node_of(ValueKind.generator, name)
+        if isinstance(value, list | tuple):
+            kind = ValueKind.list if isinstance(value, list) else ValueKind.tuple
+            return Node(kind, name, None, tuple(self._node(each, slots) for each in value))
+        raise ValueError(f"{name}: a value of type {type(value).__name__} cannot be recorded")
+
     def _signature(self, key: Any, make: Any) -> int:
         number = self._signatures.get(key)
         if number is None:
             number = self._signatures[key] = self._writer.signature(make())
         return number
-
-    def _named(self, kind: RecordKind, moment: Moment, note: int = 0, **texts: str) -> int:
-        return self._record(kind, moment, (), note, **texts)
 
     def _record(
         self, kind: RecordKind, moment: Moment, ints: Sequence[int], note: int = 0, **given: str | ValueKind
@@ -432,15 +414,6 @@ class ImportedSession:
         self._last_ns = moment.start_ns
         return self._builder.add(signature, kind, moment, slots, note)
 
-    def close(self) -> None:
-        """Write the remaining records and complete the capture."""
-        self._builder.flush()
-        self._writer.close(self._last_ns)
-
-    def abandon(self) -> None:
-        """Remove what was written: a partial import must not look like an import."""
-        self._writer.discard()
-
     def __enter__(self) -> ImportedSession:
         return self
 
@@ -448,9 +421,10 @@ class ImportedSession:
         self, kind: type[BaseException] | None, _value: BaseException | None, _trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self.close()
+            self._builder.flush()
+            self._writer.close(self._last_ns)
         else:
-            self.abandon()
+            self._writer.discard()  # a partial import must not look like an import
 
 
 def plain_device(name: str) -> Device:

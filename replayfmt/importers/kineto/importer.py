@@ -36,7 +36,7 @@ from .calls import EventCalls, Placement
 from .events import OPERATOR_NAME, OpKind, TraceEvents, integer, read_events
 from .graphs import capture_windows, captured, give_operators
 from .tree import CallTree, ChosenEvents, EventRole, EventTraits, GraphCaptured, build, compact, select
-from .writing import Trace, write
+from .writing import Trace, TraceWriter
 
 _SHOWN_NAMES = 12
 _YEAR_NS = 365.25 * 86_400e9
@@ -204,7 +204,7 @@ def import_kineto(
             about = events.metadata.get("distributedInfo")
             groups = traced_groups(about.get("pg_config") if isinstance(about, dict) else None, session.world_size)
             trace.collectives = TracedCollectives(writing, session.rank, session.world_size, groups)
-        write(trace, writing, report, options.on_record)
+        TraceWriter(trace, writing, report).write(options.on_record)
     return report
 
 

@@ -191,14 +191,9 @@ class _Group:
         return _total(self.device_times)
 
 
-def write(
-    trace: Trace, session: ImportedSession, report: ImportReport, on_record: Callable[[int, int], None] | None = None
-) -> None:
-    """Write everything. `on_record(done, all)` reports progress."""
-    _Writing(trace, session, report).write(on_record)
+class TraceWriter:
+    """Writes a trace to a capture, and reports on it."""
 
-
-class _Writing:
     def __init__(self, trace: Trace, session: ImportedSession, report: ImportReport) -> None:
         self.trace, self.session, self.report = trace, session, report
         self.events, self.tree = trace.events, trace.tree
@@ -234,6 +229,7 @@ class _Writing:
         return set(self.trace.selection.stands_in[launching[launching >= 0]].tolist())
 
     def write(self, on_record: Callable[[int, int], None] | None) -> None:
+        """Write everything. `on_record(done, all)` reports progress."""
         self.report.device_time = self._device_time()
         self._resolve_all()
         groups = self._alike() if self.trace.unique else None
