@@ -401,7 +401,7 @@ class _Rank:
         reads, writes = ([_span(each.storage, each.offset, each.meta) for each in some] for some in (inputs, outputs))
         # Of a broadcast, a rank has one or the other; of a scatter, only the outputs are alike on all ranks.
         sent = outputs if base.startswith("scatter") else inputs or outputs
-        length = sum(_numel(each.meta) * ITEM_BYTES[each.meta.dtype] for each in sent)
+        length = sum(each.meta.bytes for each in sent)
         group = self._groups[str(record.argument("ranks")), record.argument("instance")]
         about: dict[str, Any] = {"is_cpu_op": False, "ordinal": record.ordinal, "comm_size": length, "pg_name": group}
         if come_in_pairs(operator):
@@ -445,7 +445,7 @@ class _Rank:
 
     def _host_read(self, frame: RecordFrame, row: int, record: Record) -> None:
         (tensor,) = _tensors(record.argument("tensor"))
-        length = _numel(tensor.meta) * ITEM_BYTES[tensor.meta.dtype]
+        length = tensor.meta.bytes
         about = {"is_cpu_op": True, "ordinal": record.ordinal, "tensor_size": length}
         for lane in self._lanes(frame, row, [tensor.meta.device]):
             self._order.join(("thread", record.thread), self._order.last(lane))
@@ -520,10 +520,6 @@ def _tensors(value: Any) -> list[TensorValue]:
 
 def _known(parts: Iterable[_Bytes | None]) -> list[_Bytes]:
     return [each for each in parts if each is not None]
-
-
-def _numel(meta: TensorMeta) -> int:
-    return int(np.prod(meta.sizes, dtype=np.int64))
 
 
 def _span(storage: int, offset: int, meta: TensorMeta) -> _Bytes:

@@ -24,6 +24,7 @@ from replayfmt.errors import CaptureFailed, ReplayRefused
 from replayfmt.format.codes import DType, RecordKind, TensorFlag
 from replayfmt.format.model import Record, TensorValue, Value, spanned, tensors_of
 from replayfmt.format.reader import CaptureReader
+from replayfmt.format.signature_grammar import row_major
 from replayfmt.format.signature_layout import SlotLayout
 from replayfmt.pytorch.overloads import parse_schema
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, byte_tensor, row_major_bytes, view_inside
@@ -100,8 +101,7 @@ class TaskCall:
 
     @property
     def output_bytes(self) -> int:
-        tensors = [each.meta for each in self.outputs if isinstance(each, TensorValue)]
-        return sum(int(np.prod(meta.sizes)) * TORCH_DTYPE[meta.dtype].itemsize for meta in tensors)
+        return sum(each.meta.bytes for each in self.outputs if isinstance(each, TensorValue))
 
 
 @dataclass
@@ -377,11 +377,7 @@ def _array(storage: TaskStorage, data: bytes) -> Array:
     """A storage's content, with sizes where its first view is all of it."""
     meta = storage.tensors[0][1].meta
     item = TORCH_DTYPE[meta.dtype].itemsize
-    dense, step = True, 1
-    for size, stride in zip(reversed(meta.sizes), reversed(meta.strides), strict=True):
-        dense &= size == 1 or stride == step
-        step *= size
-    if dense and step * item == len(data):
+    if meta.bytes == len(data) and row_major(meta.sizes, meta.strides):
         return Array(storage.entry, data, meta.dtype, meta.sizes)
     if storage.made is None and len(data) % item == 0:
         return Array(storage.entry, data, meta.dtype, (len(data) // item,))

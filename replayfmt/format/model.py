@@ -6,6 +6,7 @@ the capture it comes from; the policies say what its content was computed by.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,7 +15,18 @@ from typing import Any
 
 from replayfmt.errors import InvalidCapture
 
-from .codes import DType, KernelKind, Layout, MemoryFormat, OpStatus, RecordKind, StorageOrigin, TensorFlag, ValueKind
+from .codes import (
+    ITEM_BYTES,
+    DType,
+    KernelKind,
+    Layout,
+    MemoryFormat,
+    OpStatus,
+    RecordKind,
+    StorageOrigin,
+    TensorFlag,
+    ValueKind,
+)
 
 
 @dataclass(frozen=True)
@@ -133,6 +145,11 @@ class TensorMeta:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     flags: TensorFlag = TensorFlag(0)
+
+    @property
+    def bytes(self) -> int:
+        """What its elements take, each once."""
+        return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)

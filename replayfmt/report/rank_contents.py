@@ -3,7 +3,6 @@ one timeline. The measurements are those of `opreplay-benchmark` on the folder."
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 from collections import defaultdict
@@ -15,7 +14,6 @@ import numpy as np
 
 from replayfmt.benchmark.baseline import Document
 from replayfmt.errors import OpReplayError, UsageError
-from replayfmt.format.codes import ITEM_BYTES
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.rank_files import LAUNCH, WAIT, describe_all, judge, meeting_of, rank_file, work_of, world_size
 from replayfmt.format.reader import CaptureReader, open_capture
@@ -164,7 +162,7 @@ class _Job:
 
 def _bytes(tensors: object) -> int:
     found = [each for each in tensors if isinstance(each, TensorValue)] if isinstance(tensors, Sequence) else []
-    return sum(math.prod(each.meta.sizes) * ITEM_BYTES[each.meta.dtype] for each in found)
+    return sum(each.meta.bytes for each in found)
 
 
 def make_rank_contents(folder: str, benchmark: tuple[str, Document] | None) -> ReportContents:

@@ -5,7 +5,6 @@ Producers are the ops that make irreproducible bytes which kept ops need. Import
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -407,7 +406,7 @@ class Planner:
         meta = self._reader.metas[int(frame.frame.tensor_meta[tensor])]
         if meta is None or not is_dense(meta.sizes, meta.strides) or int(frame.frame.tensor_offset[tensor]):
             return False
-        return math.prod(meta.sizes) * ITEM_BYTES[meta.dtype] == length
+        return meta.bytes == length
 
     def _comparison(self, record: Record) -> None:
         """Keep a digest or host read if the result computes the compared tensor."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from typing import Any
 
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import (
-    ITEM_BYTES,
     DType,
     KernelKind,
     Layout,
@@ -410,8 +408,7 @@ class BodyWriter:
         for value in nested_values(record.results or tuple(written)):
             if isinstance(value, TensorValue):
                 sizes = ", ".join(map(str, value.meta.sizes))
-                length = math.prod(value.meta.sizes) * ITEM_BYTES[value.meta.dtype]
-                parts.append(f"{value.meta.dtype.name}[{sizes}], {length:,} bytes")
+                parts.append(f"{value.meta.dtype.name}[{sizes}], {value.meta.bytes:,} bytes")
             elif isinstance(value, bool | int | float | complex | str):
                 parts.append(f"{type(value).__name__} {value!a}")
         return comment("; ".join(parts)) or "no result"
