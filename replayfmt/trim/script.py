@@ -7,7 +7,6 @@ what a replay of the same ops without content fills them with.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable
@@ -237,26 +236,20 @@ def script_helpers(texts: Iterable[str]) -> str:
 FRAME = f"{_VIEW}{_LOAD}{_SYNTHESIZE}{_POSITIVE_DEFINITE}{_MAIN} DATA STATES CONTENT EXPECTED"
 
 
-class ScriptFile:
-    """Builds a script. `hashes` are the expected results, by ordinal and slot; `numbers` says whether captured numbers
-    are results of these inputs; `made` is how inputs are made where there is no data, by storage."""
+class _Script:
+    """Builds a script of `events`. `settings` are those before the first of them; `code` lets it have the source of
+    Triton kernels."""
 
-    def __init__(
-        self,
-        events: ScriptEvents,
-        body: ScriptBody,
-        settings: dict[str, Any],
-        hashes: dict[tuple[int, int], str],
-        *,
-        numbers: bool,
-        triton: CodeSections,
-        made: dict[int, InputFill],
-    ) -> None:
-        self._numbers, self._triton = numbers, triton
-        self._events, self._body, self._settings, self._hashes = events, body, settings, hashes
-        used = set(body.first_uses)
-        self._made = made
-        self._inputs = [each for each in events.inputs if each.storage in used]
+    def __init__(self, events: ScriptEvents, settings: dict[str, Any], *, code: bool) -> None:
+        self._events, self._triton = events, CodeSections(events.reader, code, FRAME)
+        self._body: ScriptBody = BodyWriter(events, operator_changes(events.reader), self._triton).write()
+        here = read_settings()  # those of a new process, as far as known: they need not be stated, but for some
+        self._settings = {
+            name: value
+            for name, value in settings.items()
+            if not name.startswith("autocast.") and (name in ALWAYS_STATED or here.get(name) != value)
+        }
+        self._inputs = [each for each in events.inputs if each.storage in self._body.first_uses]
 
     def arrays(self) -> list[Array]:
         data = self._events.writer.by_number
@@ -268,9 +261,24 @@ class ScriptFile:
         arrays += [Array(f"content_{number}", data[number]) for number in sorted(self._body.loads)]
         return arrays + [Array(f"state_{number}", data[number]) for number in sorted(self._body.states)]
 
-    def text(self, wanted: OpSelection, kept: KeptRecords, data: str | None) -> str:
-        """The whole script; `data` is the path of the data file relative to it, None if inputs are synthesized."""
+    def text(
+        self,
+        wanted: OpSelection,
+        kept: KeptRecords,
+        data: str | None,
+        *,
+        hashes: dict[tuple[int, int], str],
+        numbers: bool,
+        made: dict[int, InputFill],
+    ) -> str:
+        """The whole script; `data` is the path of the data file relative to it, None if inputs are synthesized, by
+        storage as `made` says. `hashes` are the expected results, by ordinal and slot; `numbers` says whether captured
+        numbers are results of these inputs."""
         reader, body = self._events.reader, self._body
+        if data is None:  # the generator's state is unknown, so it is seeded
+            body.generators.update(
+                number for number, each in enumerate(reader.generators) if each is not None and each.default
+            )
         session = reader.session
         values = (
             "loaded from the file beside this script: the bytes they had"
@@ -306,7 +314,7 @@ class ScriptFile:
         head += [f"g{number} = {self._generator(number)}" for number in sorted(body.generators)]
         if data is None:
             helpers = "\n" + _VIEW + "\n" + _SYNTHESIZE
-            if any("positive_definite(" in each.expression for each in self._made.values()):
+            if any("positive_definite(" in each.expression for each in made.values()):
                 helpers += "\n" + _POSITIVE_DEFINITE
         else:
             helpers = "\n" + _VIEW + "\n" + _LOAD
@@ -315,7 +323,7 @@ class ScriptFile:
             after += ["", "", "CONTENT = read_data()"]
             states = ", ".join(f"{number}: CONTENT['state_{number}']" for number in sorted(body.states))
             after.append(f"STATES = {{{states}}}")
-        expected = self._expected()
+        expected = self._expected(hashes, numbers)
         after += [
             "",
             "# What the capture says of results: a tensor's SHA-256, a number itself.",
@@ -325,13 +333,23 @@ class ScriptFile:
         ]
         return (
             "\n".join(
-                [*head, helpers.rstrip("\n"), *after, "", "", *self._input_lines(data), "", "", *self._run_lines(data)]
+                [
+                    *head,
+                    helpers.rstrip("\n"),
+                    *after,
+                    "",
+                    "",
+                    *self._input_lines(data, made),
+                    "",
+                    "",
+                    *self._run_lines(data),
+                ]
             )
             + "\n\n"
             + _MAIN
         )
 
-    def _input_lines(self, data: str | None) -> list[str]:
+    def _input_lines(self, data: str | None, made_by: dict[int, InputFill]) -> list[str]:
         lines = ["def inputs():", '    """The storages that the ops start from, fresh each time."""', "    return ["]
         for each in self._inputs:
             first = self._body.first_uses[each.storage]
@@ -346,7 +364,7 @@ class ScriptFile:
                     f"        on(torch.zeros({each.length}, dtype=torch.uint8), {each.length}, {device(place)}),{note}"
                 )
             else:
-                made = self._made.get(each.storage)
+                made = made_by.get(each.storage)
                 how = f", lambda n, g: {made.expression}" if made is not None and made.expression else ""
                 of = dtype(first.meta.dtype) if made is None else str(made.dtype)
                 why = f"; {comment(made.why)}" if made is not None and made.why else ""
@@ -377,11 +395,11 @@ class ScriptFile:
         module = f"torch.get_device_module({place.kind!r})"
         return f"({module}.init(), {module}.default_generators[{max(place.index, 0)}])[1]"
 
-    def _expected(self) -> dict[str, str]:
+    def _expected(self, hashes: dict[tuple[int, int], str], numbers: bool) -> dict[str, str]:
         """The expected values: known for tensors if they were computed, for numbers if the content is the captured
         one."""
-        expected = {name: self._hashes[where] for name, where in self._body.tensors.items() if where in self._hashes}
-        if self._numbers:
+        expected = {name: hashes[where] for name, where in self._body.tensors.items() if where in hashes}
+        if numbers:
             for event in self._events.events:
                 if isinstance(event, ScriptOp):
                     for index, value in enumerate(event.record.results):
@@ -392,14 +410,10 @@ class ScriptFile:
 
 def _shape(first: TensorValue, given: Input) -> tuple[int, ...]:
     """The sizes of a storage's first tensor if that covers it, else one dimension."""
-    item = ITEM_BYTES[first.meta.dtype]
-    if (
-        not first.offset
-        and math.prod(first.meta.sizes) * item == given.length
-        and row_major(first.meta.sizes, first.meta.strides)
-    ):
-        return first.meta.sizes
-    return (given.length // item,)
+    meta = first.meta
+    if not first.offset and meta.bytes == given.length and row_major(meta.sizes, meta.strides):
+        return meta.sizes
+    return (given.length // ITEM_BYTES[meta.dtype],)
 
 
 MOST_OPS = 2000  # per script; a longer one is unreadable
@@ -437,7 +451,9 @@ def synthesized_script(
         events = ScriptEvents(reader)
         Writing(cast(Copier, events), schedule, kept, NoContent(reader), annotate=False).finish()
         made = made_inputs(reader, kept, schedule)
-        _write(partial, out, events, schedule, kept, wanted, None, {}, numbers=False, code=allow_code, made=made)
+        script = _Script(events, schedule.settings, code=allow_code)
+        text = script.text(wanted, kept, None, hashes={}, numbers=False, made=made)
+        Path(partial).write_text(text, encoding="utf-8")
         return ScriptResult(out, kept.ops, len(events.inputs), None, 0)
 
 
@@ -469,18 +485,11 @@ def script_with_data(
             if plan.may_be_taken(twice, divergence, verify):
                 break
         watcher.finish()
-        arrays = _write(
-            partial,
-            out,
-            events,
-            schedule,
-            kept,
-            wanted,
-            data,
-            watcher.hashes,
-            numbers=not plan.synthesis.reason,
-            code=True,  # else the plan has refused the kernels that need it
-        )
+        script = _Script(events, schedule.settings, code=True)  # else the plan has refused the kernels that need it
+        beside = os.path.relpath(data, os.path.dirname(os.path.abspath(out)))
+        text = script.text(wanted, kept, beside, hashes=watcher.hashes, numbers=not plan.synthesis.reason, made={})
+        Path(partial).write_text(text, encoding="utf-8")
+        arrays = script.arrays()
         write_safetensors(partial_data, arrays)
         return ScriptResult(
             out, kept.ops, len(events.inputs), data, sum(len(each.data) for each in arrays), verification.text
@@ -537,41 +546,3 @@ def operator_changes(reader: CaptureReader) -> Changes:
         return changed, set(effects.writes)
 
     return changes
-
-
-def _settings(schedule: Schedule) -> dict[str, Any]:
-    """The settings that differ from a new process's, as far as known, and some that are always listed."""
-    here = read_settings()
-    return {
-        name: value
-        for name, value in schedule.settings.items()
-        if not name.startswith("autocast.") and (name in ALWAYS_STATED or here.get(name) != value)
-    }
-
-
-def _write(
-    partial: str,
-    out: str,
-    events: ScriptEvents,
-    schedule: Schedule,
-    kept: KeptRecords,
-    wanted: OpSelection,
-    data: str | None,
-    hashes: dict[tuple[int, int], str],
-    *,
-    numbers: bool,
-    code: bool,
-    made: dict[int, InputFill] | None = None,
-) -> list[Array]:
-    """Write the script; returns the contents of its data file. `made`: see ScriptFile."""
-    triton = CodeSections(events.reader, code, FRAME)
-    body: ScriptBody = BodyWriter(events, operator_changes(events.reader), triton).write()
-    if data is None:  # the generator's state is unknown, so it is seeded
-        body.generators.update(
-            number for number, each in enumerate(events.reader.generators) if each is not None and each.default
-        )
-    beside = None if data is None else os.path.relpath(data, os.path.dirname(os.path.abspath(out)))
-    file = ScriptFile(events, body, _settings(schedule), hashes, numbers=numbers, triton=triton, made=made or {})
-    arrays = file.arrays() if data is not None else []
-    Path(partial).write_text(file.text(wanted, kept, beside), encoding="utf-8")
-    return arrays

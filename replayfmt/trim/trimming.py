@@ -136,52 +136,42 @@ def strip_capture(
     """
     redaction = Redaction(reader.session, words)
     policies = {} if wanted.everything else redaction.values(_origin(reader.session, wanted))
-    rewrite = _Rewrite(reader, redaction, sources, {**policies, **POLICIES})
 
     def write(copier: Copier, schedule: Schedule, kept: KeptRecords) -> None:
         on_prediction(predict(reader, kept, schedule, content=False))
         write_stripped(copier, schedule, kept, annotate=not wanted.everything)
 
-    return rewrite.run(out, wanted, write, force=force, allow_incomplete=allow_incomplete)
+    refuse_incomplete(reader, allow_incomplete)
+    return _rewrite(reader, out, wanted, write, redaction, sources, {**policies, **POLICIES}, force)
 
 
-@dataclass(frozen=True)
-class _Rewrite:
+def _rewrite(
+    reader: CaptureReader,
+    out: str,
+    wanted: OpSelection,
+    write: Callable[[Copier, Schedule, KeptRecords], None],
+    redaction: Redaction | None,
+    sources: bool,
+    policies: dict[str, Any],
+    force: bool,
+) -> TrimResult:
     """A copy without a replay; with `redaction` of texts, without `sources` of kernels, with more `policies`."""
-
-    reader: CaptureReader
-    redaction: Redaction | None
-    sources: bool
-    policies: dict[str, Any]
-
-    def run(
-        self,
-        out: str,
-        wanted: OpSelection,
-        write: Callable[[Copier, Schedule, KeptRecords], None],
-        *,
-        force: bool,
-        allow_incomplete: bool,
-    ) -> TrimResult:
-        reader, redaction = self.reader, self.redaction
-        refuse_incomplete(reader, allow_incomplete)
-        with outputs(reader, force, out) as (partial,):
-            kept = resolve_selection(reader, wanted)
-            schedule = Planner(reader, kept, None).plan()
-            session = reader.session if redaction is None else redaction.session
-            without = {} if self.sources else WITHOUT_SOURCES
-            session = replace(
-                session,
-                session_id=str(uuid.uuid4()),
-                settings=schedule.settings if redaction is None else redaction.values(schedule.settings),
-                policies={**session.policies, **self.policies, **without},
-            )
-            with writer_of(partial, session) as writer:
-                copier = Copier(reader, writer, redaction, sources=self.sources)
-                write(copier, schedule, kept)
-                writer.close(reader.summary.ended_ns or 0)
-            notes = notes_on_code(copier, redacted=redaction is not None)
-            return TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, copier.embedded_bytes, notes=notes)
+    with outputs(reader, force, out) as (partial,):
+        kept = resolve_selection(reader, wanted)
+        schedule = Planner(reader, kept, None).plan()
+        session = reader.session if redaction is None else redaction.session
+        session = replace(
+            session,
+            session_id=str(uuid.uuid4()),
+            settings=schedule.settings if redaction is None else redaction.values(schedule.settings),
+            policies={**session.policies, **policies, **({} if sources else WITHOUT_SOURCES)},
+        )
+        with writer_of(partial, session) as writer:
+            copier = Copier(reader, writer, redaction, sources=sources)
+            write(copier, schedule, kept)
+            writer.close(reader.summary.ended_ns or 0)
+        notes = notes_on_code(copier, redacted=redaction is not None)
+        return TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, copier.embedded_bytes, notes=notes)
 
 
 @dataclass(frozen=True)
@@ -454,13 +444,14 @@ def copy_capture(
     reading and writing.
     """
     redaction = Redaction(reader.session, words) if redact else None
-    rewrite = _Rewrite(reader, redaction, sources, {"payload": "integers", "digests": "none"} if integers_only else {})
+    policies = {"payload": "integers", "digests": "none"} if integers_only else {}
 
     def write(copier: Copier, schedule: Schedule, kept: KeptRecords) -> None:
         contents = Contents(copier, _UsedDtypes(reader) if integers_only else None)
         Copying(copier, schedule, kept, contents, annotate=False, values=not integers_only).finish()
 
-    result = rewrite.run(out, OpSelection(), write, force=force, allow_incomplete=allow_incomplete)
+    refuse_incomplete(reader, allow_incomplete)
+    result = _rewrite(reader, out, OpSelection(), write, redaction, sources, policies, force)
     if redaction is not None:
         result.notes[:0] = _lost_strings(reader, redaction)
     return result
