@@ -6,8 +6,8 @@ issued: launches of other libraries, callbacks of the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,24 +26,10 @@ from .graph_body import GraphBody
 _Stream = tuple[int, int]  # device index, native handle
 
 
-class BodyOfStreams(Protocol):
-    """What the streams write to: a GraphBody."""
-
-    def stream_record(self, kind: RecordKind, device_index: int, ints: Sequence[int]) -> None:
-        """Add a record about a stream of a device."""
-
-    def device_id(self, device_index: int) -> int:
-        """The id of an accelerator."""
-
-    def unkept(self, problem: str) -> None: ...
-
-
 class GraphStreams:
     """The streams of one capture of a graph, which begins on the current stream of `device`."""
 
-    def __init__(
-        self, body: BodyOfStreams, device: torch.device, recorded_outside: Callable[[int], bool] | None
-    ) -> None:
+    def __init__(self, body: GraphBody, device: torch.device, recorded_outside: Callable[[int], bool] | None) -> None:
         """`recorded_outside` tells whether an event with a handle was recorded, and not in the graph. None: PyTorch
         does not tell what streams wait for."""
         self._body = body
