@@ -146,11 +146,7 @@ class Ops(Sequence[Op]):
 
     @cached_property
     def _ordinals(self) -> np.ndarray:
-        reader = self._reader
-        is_op = np.array([each is not None and each.kind is RecordKind.op for each in reader.signatures])
-        frames = (reader.frame(each) for each in range(len(reader.record_frames)))
-        found = [np.flatnonzero(is_op[frame.signature]) + frame.first_ordinal for frame in frames]
-        return np.concatenate([np.zeros(0, np.int64), *found])
+        return self._reader.op_ordinals()
 
 
 class OpsByOrdinal(Mapping[int, Op]):

@@ -198,7 +198,6 @@ class BaselineComparison:
         }
 
     def lines(self) -> Iterator[str]:
-        """The comparison as text."""
         yield f"baseline  {printable(self.path)}"
         yield from (printable(f"  another {difference}") for difference in self.differences)
         yield from _table(self.rows)

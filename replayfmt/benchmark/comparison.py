@@ -10,9 +10,7 @@ Benchmark's JSON and CSV of it: the JSON has two rows for everything compared, `
 
 from __future__ import annotations
 
-import csv
 import gc
-import io
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from replayfmt.errors import SubstitutionFailed, UsageError
-from replayfmt.format.validation import aligned, printable
+from replayfmt.format.validation import aligned, csv_text, printable
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import CallSite, KernelStandIn
 from replayfmt.replay.results import ReplayResult
 from replayfmt.replay.substitution.table import Substitutions
 
-from .machine import GpuWatch, gpu_lines
+from .machine import GpuWatch
 from .measure import (
     PATIENCE,
     Measurement,
@@ -52,7 +50,7 @@ from .meters import (
     whole_capture,
 )
 from .run_report import Report, crowded, csv_field, iteration_fields, plan_context, run_caveats
-from .statistics import CONFIDENCE, SMALLEST_FOR_INTERVAL, PairedComparison, compare_pairs, duration, ran_on, verified
+from .statistics import CONFIDENCE, SMALLEST_FOR_INTERVAL, PairedComparison, compare_pairs, duration
 
 
 @dataclass(frozen=True)
@@ -319,22 +317,11 @@ class CompareReport(Report):
 
     def csv(self) -> str:
         """A line for each row compared. Unknown values are empty."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(_CSV_FIELDS)
-        for comparison in self.comparisons:
-            writer.writerow([csv_field(comparison[name]) for name in _CSV_FIELDS])
-        return text.getvalue()
+        return csv_text(_CSV_FIELDS, ([csv_field(each[name]) for name in _CSV_FIELDS] for each in self.comparisons))
 
     def lines(self) -> Iterator[str]:
         """The report as text for people."""
-        context = self.context
-        yield f"capture   {context['capture']} (session {context['capture_session']})"
-        yield ran_on(context)
-        yield verified(context["verified"])
-        yield from (f"gpu       {text}" for text in gpu_lines(context["gpus"]))
-        yield from (f"checked   {line.strip()}" for line in context["substitution_check"])
-        yield ""
+        yield from self.head()
         yield from _table(self.comparisons)
         yield ""
         yield from (
@@ -343,7 +330,7 @@ class CompareReport(Report):
             if each["verdict"] == "not known"
         )
         yield (
-            f"medians over {context['rounds']} rounds, each with one replay of either side; a ratio below 1 is "
+            f"medians over {self.context['rounds']} rounds, each with one replay of either side; a ratio below 1 is "
             f"faster; the interval contains the median ratio with {CONFIDENCE:.0%} confidence"
         )
 

@@ -72,14 +72,14 @@ def default_inputs(devices: Sequence[torch.device]) -> Inputs:
 class CacheFlush:
     """Replaces the content of the caches of some devices; the host's are among them only if it is a device."""
 
-    def __init__(self, devices: Sequence[torch.device], root: Path = Path("/")) -> None:
-        """Allocates the buffers. `root` is where sys is."""
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        """Allocates the buffers."""
         self._buffers: list[torch.Tensor] = []
         described = []
         for device in devices:
             if device.type == "meta":
                 continue
-            cache = _device_cache(device) if is_accelerator(device) else largest_cache(root)
+            cache = _device_cache(device) if is_accelerator(device) else largest_cache(Path("/"))
             size = _TIMES_THE_CACHE * cache if cache else _UNKNOWN_CACHE_BYTES
             self._buffers.append(torch.zeros(size, dtype=torch.uint8, device=device))
             of = f"its last-level cache has {cache / _MIB:.4g} MiB" if cache else "the size of its caches is not known"

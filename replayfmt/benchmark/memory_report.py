@@ -77,7 +77,6 @@ class MemoryReport:
         return there[0] if len(there) == 1 else None
 
     def lines(self) -> Iterator[str]:
-        """The report for people."""
         if not self.captured:
             yield "memory    the capture has no storages"
         for each, target in zip(self.captured, self.replayed_on, strict=True):

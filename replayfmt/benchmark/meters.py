@@ -228,7 +228,6 @@ class HostTimer:
         self._real += now - self._real_start
 
     def read(self) -> tuple[float, float]:
-        """Real and CPU time."""
         return self._real, self._cpu
 
 

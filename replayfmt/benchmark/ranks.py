@@ -226,7 +226,6 @@ def bus_factor(operator: str, members: int) -> float:
 
 
 def lines(section: dict[str, Any]) -> list[str]:
-    """The section as text."""
     found = [
         f"slowest   {duration(section['slowest_ns'])}, the median over {counted(section['replays'], 'replay')} of the "
         f"slowest of {section['world_size']} ranks; the fastest is {duration(section['skew_ns'])} sooner"

@@ -11,8 +11,6 @@ measurement come from its own times, those of a run from the machine and from wh
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 from collections.abc import Iterator
@@ -24,7 +22,7 @@ import numpy as np
 import torch
 
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.validation import aligned, counted, printable
+from replayfmt.format.validation import aligned, counted, csv_text, printable
 from replayfmt.pytorch import accelerators
 from replayfmt.pytorch.accelerators import HOST, NOTHING, is_accelerator
 from replayfmt.pytorch.collectives import LEFT_OUT, are_left_out
@@ -195,7 +193,6 @@ class Report:
         return {"context": self.context, "benchmarks": self.rows, **self.sections}
 
     def json(self) -> str:
-        """The document as text."""
         return json.dumps(self.document(), indent=2, allow_nan=False) + "\n"
 
     def warnings(self) -> list[str]:
@@ -207,16 +204,20 @@ class Report:
     def __str__(self) -> str:
         return "\n".join([*self.lines(), *(f"WARNING: {printable(text)}" for text in self.warnings())])
 
-    def lines(self) -> Iterator[str]:
-        """For people, without the warnings."""
+    def head(self) -> Iterator[str]:
+        """What was measured, and how."""
         context = self.context
         yield printable(f"capture   {context['capture']} (session {context['capture_session']})")
         yield printable(ran_on(context))
         yield printable(verified(context["verified"]))
-        yield printable(f"inputs    {context['inputs']}")
+        yield from (printable(f"inputs    {context['inputs']}") for _ in range("inputs" in context))
         yield from (printable(f"gpu       {text}") for text in gpu_lines(context.get("gpus", ())))
         yield from (printable(f"checked   {text.strip()}") for text in context.get("substitution_check", ()))
         yield ""
+
+    def lines(self) -> Iterator[str]:
+        """For people, without the warnings."""
+        yield from self.head()
         yield from _table(self.rows)
         yield ""
         for row in self.rows:
@@ -282,15 +283,13 @@ class Report:
                 if name not in not_counters and not isinstance(value, str)
             }
         )
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow([*_CSV_FIELDS, *_CSV_FIELDS_NOT_OURS, *counters])
+        names = (*_CSV_FIELDS, *_CSV_FIELDS_NOT_OURS, *counters)
+        rows = []
         for row in self.rows:
             # Ratios have no time unit, as in Google Benchmark's `_cv` rows.
             shown = row | {"time_unit": ""} if row.get("aggregate_unit") == "percentage" else row
-            names = (*_CSV_FIELDS, *_CSV_FIELDS_NOT_OURS, *counters)
-            writer.writerow([csv_field(shown.get(name)) for name in names])
-        return text.getvalue()
+            rows.append([csv_field(shown.get(name)) for name in names])
+        return csv_text(names, rows)
 
 
 def make_report(run: Run, plan: Plan) -> Report:

@@ -40,6 +40,7 @@ from replayfmt.replay.substitution.loading import load_function
 
 from .distances import Tolerance, digest_distance, distance, parse_tolerance
 from .isolated import OtherWay, first_line
+from .results import line
 
 _MOST_SETS = 8
 _STATE_VERSION = 1
@@ -82,24 +83,24 @@ class Bisected:
 
     @property
     def text(self) -> str:
-        lines = [f"{'a':<14}{self.path}", f"{'other way':<14}{self.way}", f"{'judge':<14}{self.judge}"]
+        lines = [line("a", self.path), line("other way", self.way), line("judge", self.judge)]
         part = f", of which {self.run:.0%} was run: the rest is as in earlier ones" if self.run < 1 else ""
-        lines.append(f"{'replays':<14}{self.replays:,}{part}")
+        lines.append(line("replays", f"{self.replays:,}{part}"))
         for ordinal, why in list(self.failed.items())[:4]:
-            lines.append(f"{'as captured':<14}ordinal {ordinal}: fails the other way: {why}")
+            lines.append(line("as captured", f"ordinal {ordinal}: fails the other way: {why}"))
         for number, each in enumerate(self.sets, 1):
             what = f"{counted(len(each.ordinals), 'call')} of {counted(len(each.kernels), 'kernel')}"
-            lines.append(f"{f'set {number}':<14}{what}; with these alone the result is off: {each.off_by}")
+            lines.append(line(f"set {number}", f"{what}; with these alone the result is off: {each.off_by}"))
             for kernel, calls in each.kernels.items():
                 shown = some_of(calls, 8)
-                lines.append(f"{'':<14}{kernel}: ordinal{'s' if len(calls) > 1 else ''} {shown}")
+                lines.append(line("", f"{kernel}: ordinal{'s' if len(calls) > 1 else ''} {shown}"))
         said = {
             "not off": "with every op run the other way the result is within the tolerance",
             "found": f"without {'it' if len(self.sets) == 1 else 'all of these sets'}, everything else run the other "
             f"way, the result is within the tolerance",
             "unexplained": f"without these sets the result is still off; the search ended after {_MOST_SETS}",
         }
-        return "\n".join(printable(line, 2000) for line in [*lines, f"{self.outcome:<14}{said[self.outcome]}"])
+        return "\n".join([*lines, line(self.outcome, said[self.outcome])])
 
     @property
     def rows(self) -> tuple[dict[str, Any], ...]:
@@ -332,7 +333,6 @@ class _Trials:
         return False
 
     def of(self, names: Collection[str]) -> set[int]:
-        """The calls of kernels."""
         return {ordinal for name in names for ordinal in self.kernels[name]}
 
     def off_by_kernels(self, among: set[int], names: Collection[str]) -> bool:

@@ -32,6 +32,7 @@ from replayfmt.replay.substitution.distance import Distance, distance, scale_of,
 from replayfmt.replay.substitution.distance import Tolerance as Close
 
 from .distances import Tolerance, parse_tolerance
+from .results import line
 
 
 class OtherWay:
@@ -189,22 +190,24 @@ class Isolated:
     @property
     def text(self) -> str:
         worse = [each for each in self.kernels if each.different]
-        lines = [f"{'a':<14}{self.path}", f"{'other way':<14}{self.way}"]
-        lines.append(f"{'compared':<14}{counted(self.compared, 'op')} on the same inputs, tolerance {self.tolerance}")
-        lines += [f"{'not run':<14}{counted(count, 'op')}: {why}" for why, count in self.skipped.items()]
+        lines = [line("a", self.path), line("other way", self.way)]
+        lines.append(line("compared", f"{counted(self.compared, 'op')} on the same inputs, tolerance {self.tolerance}"))
+        lines += [line("not run", f"{counted(count, 'op')}: {why}") for why, count in self.skipped.items()]
         if self.divergence is not None:
-            lines.append(f"{'note':<14}the replay itself differs from its capture, so inputs differ: {self.divergence}")
+            lines.append(
+                line("note", f"the replay itself differs from its capture, so inputs differ: {self.divergence}")
+            )
         for each in worse[:_SHOWN]:
             lines += _lines(each)
         if len(worse) > _SHOWN:
-            lines.append(f"{'':<14}and {len(worse) - _SHOWN:,} more kernels")
+            lines.append(line("", f"and {len(worse) - _SHOWN:,} more kernels"))
         beyond = sum(each.beyond for each in self.kernels)
         said = {
             "equal": f"no op differs by more than the tolerance {self.tolerance}",
             "different": f"{counted(beyond, 'op')} by more than the tolerance; the worst kernel first",
             "not compared": "no op could be compared",
         }
-        return "\n".join(printable(line, 2000) for line in [*lines, f"{self.outcome:<14}{said[self.outcome]}"])
+        return "\n".join([*lines, line(self.outcome, said[self.outcome])])
 
     @property
     def rows(self) -> tuple[dict[str, Any], ...]:
@@ -223,7 +226,7 @@ def _lines(each: IsolatedKernel) -> list[str]:
     worst = each.worst
     assert worst is not None
     beyond = f", {each.beyond:,} beyond" if each.beyond else ", none beyond"
-    lines = [f"{'kernel':<14}{each.kernel}: {each.different:,} of {counted(each.calls, 'call')} differ{beyond}"]
+    lines = [line("kernel", f"{each.kernel}: {each.different:,} of {counted(each.calls, 'call')} differ{beyond}")]
     far = worst.distance
     parts = [f"{far.different:,} of {far.elements:,} elements"] if far.elements else []
     parts += [f"absolute {far.largest_absolute:.3g}"] if far.largest_absolute is not None else []
@@ -232,7 +235,7 @@ def _lines(each: IsolatedKernel) -> list[str]:
     parts += [f"{far.not_finite:,} not finite in one of both"] if far.not_finite else []
     parts += [worst.worst] if worst.worst else []
     parts += ["and differs from itself on these inputs"] if worst.nondeterministic else []
-    return [*lines, f"{'  worst':<14}ordinal {worst.ordinal}, {worst.result}: {worst.problem or ', '.join(parts)}"]
+    return [*lines, line("  worst", f"ordinal {worst.ordinal}, {worst.result}: {worst.problem or ', '.join(parts)}")]
 
 
 def _row(each: IsolatedKernel) -> dict[str, Any]:

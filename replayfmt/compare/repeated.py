@@ -20,10 +20,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from replayfmt.errors import ReplayFailed, UsageError
-from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import counted, printable
 from replayfmt.replay.plan import Plan
@@ -227,7 +224,8 @@ def repeat_by(path: str, times: int, ways: Mapping[str, Callable[[str], object]]
             else:
                 _forget(other)
         ops: dict[int, Unsteady] = {}
-        ordinals = _op_ordinals(path) if hashes else []  # a replay's recording numbers its records anew
+        with open_capture(path) as reader:  # a replay's recording numbers its records anew
+            ordinals = reader.op_ordinals().tolist() if hashes else []
         for one, seen in sorted(hashes.items(), key=lambda each: int(first.trace.observed_op[each[0]])):
             op = int(first.trace.observed_op[one])
             if op >= 0 and op not in ops:
@@ -259,15 +257,6 @@ def _recorded(file: Path, record: Callable[[str], object]) -> Side:
 def _forget(side: Side) -> None:
     side.reader.close()
     Path(side.reader.path).unlink()
-
-
-def _op_ordinals(path: str) -> list[int]:
-    """The ordinals of a capture's ops, in order."""
-    with open_capture(path) as reader:
-        frames = map(reader.frame, range(len(reader.record_frames)))
-        is_op = reader.signature_kinds == RecordKind.op
-        found = [each.first_ordinal + np.flatnonzero(is_op[each.signature]) for each in frames]
-        return np.concatenate(found).tolist()
 
 
 def _op(side: Side, observed: tuple[int, int]) -> int:

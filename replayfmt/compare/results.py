@@ -303,14 +303,12 @@ def observed_distance(a: Side, b: Side, one: int, other: int, rule: Tolerance) -
 
 
 def digest_of(side: Side, place: int) -> TensorDigest | None:
-    """The digest of an observation."""
     if side.replayed is not None:
         return side.replayed.get(place)
     return TensorDigest.from_record(side.reader.record(int(side.trace.observed_at[place])))
 
 
 def dtype_of(side: Side, place: int) -> DType:
-    """The dtype of what was observed."""
     record = side.reader.record(int(side.trace.observed_at[place]))
     if record.signature.kernel:  # made by a replay: of the op itself
         tensors = list(tensors_of((*record.results, *record.args)))
@@ -330,32 +328,32 @@ _MOST_KERNEL_TIMES = 10
 def text_lines(made: Comparison) -> list[str]:
     """The first screen says whether they are equal; if not, which op, how far, and what to type next."""
     times = [] if made.times is None else made.times.lines(_MOST_KERNEL_TIMES)
-    return [*result_lines(made), *(_line(label, text) for label, text in times)]
+    return [*result_lines(made), *(line(label, text) for label, text in times)]
 
 
 def result_lines(made: Comparison) -> list[str]:
     """All but the times."""
     found = made.divergence
     lines = [
-        _line("a", _about(made, 0)),
-        _line("b", _about(made, 1)),
+        line("a", _about(made, 0)),
+        line("b", _about(made, 1)),
         *_structure_lines(made.structure),
-        _line("aligned", _aligned(made)),
+        line("aligned", _aligned(made)),
         *_block_lines(made),
-        *(_line("doubtful", text) for text in _doubts(made)),
-        _line("compared", _compared(made)),
-        *(_line("note", note) for note in made.notes),
+        *(line("doubtful", text) for text in _doubts(made)),
+        line("compared", _compared(made)),
+        *(line("note", note) for note in made.notes),
     ]
     if made.outcome == "equal":
-        return [*lines, _line("equal", f"{counted(found.compared, 'result')}, tolerance {made.tolerance.text}")]
+        return [*lines, line("equal", f"{counted(found.compared, 'result')}, tolerance {made.tolerance.text}")]
     if made.outcome == "structure":
         why = "no result of both captures could be compared: only structure was"
-        lines.append(_line("not compared", f"{why}; this does not say that they are equal"))
-        return [*lines, _line("next", _next(made))]
+        lines.append(line("not compared", f"{why}; this does not say that they are equal"))
+        return [*lines, line("next", _next(made))]
     for number, root in enumerate(made.roots[:_MOST_ROOTS]):
         lines += _root_lines(root, number == 0)
     if len(made.roots) > _MOST_ROOTS:
-        lines.append(_line("", f"and {len(made.roots) - _MOST_ROOTS} more"))
+        lines.append(line("", f"and {len(made.roots) - _MOST_ROOTS} more"))
     seen = [op for op in found.unknown if found.results[op] != NOT_KNOWN]
     unknown = "how far rounding may move it" if made.tolerance.auto else "whether their inputs are equal"
     for ops, what in (
@@ -364,13 +362,14 @@ def result_lines(made: Comparison) -> list[str]:
     ):
         if ops:
             first = f"ordinal {made.a.ordinal(ops[0])} ({made.a.kernel(ops[0])})"
-            lines.append(_line("unknown", f"{counted(len(ops), 'op')} {what}; the first is {first}"))
+            lines.append(line("unknown", f"{counted(len(ops), 'op')} {what}; the first is {first}"))
     if made.first is None:
-        lines.append(_line("different", "no op can be named: " + _why_unnamed(made)))
-    return [*lines, _line("next", _next(made))]
+        lines.append(line("different", "no op can be named: " + _why_unnamed(made)))
+    return [*lines, line("next", _next(made))]
 
 
-def _line(label: str, text: str) -> str:
+def line(label: str, text: str) -> str:
+    """A line for people, behind its label."""
     return f"{label:<14}{printable(text, 2000)}"
 
 
@@ -387,10 +386,10 @@ def _structure_lines(structure: list[StructureDifference]) -> list[str]:
         mine = [each for each in structure if each.what == what]
         for each in mine[:_MOST_STRUCTURE]:
             where = f" (ordinals {each.at[0]} and {each.at[1]}; {counted(each.count, 'op')})" if each.at else ""
-            lines.append(_line(what, f"{each.name}: {_cut(each.a)} against {_cut(each.b)}{where}"))
+            lines.append(line(what, f"{each.name}: {_cut(each.a)} against {_cut(each.b)}{where}"))
         if len(mine) > _MOST_STRUCTURE:
-            lines.append(_line("", f"and {len(mine) - _MOST_STRUCTURE} more"))
-    return lines or [_line("structure", "no difference in versions, settings, devices, calls and arguments")]
+            lines.append(line("", f"and {len(mine) - _MOST_STRUCTURE} more"))
+    return lines or [line("structure", "no difference in versions, settings, devices, calls and arguments")]
 
 
 def _cut(value: Any) -> str:
@@ -411,9 +410,9 @@ def _block_lines(made: Comparison) -> list[str]:
         for side, ops in ((made.a, block.a), (made.b, block.b)):
             names = some_of(ops, 4, side.kernel)
             texts.append(f"{names} (from ordinal {side.ordinal(ops[0])})" if ops else "nothing")
-        lines.append(_line("unaligned", f"in a {texts[0]}; in b {texts[1]}"))
+        lines.append(line("unaligned", f"in a {texts[0]}; in b {texts[1]}"))
     if len(blocks) > _MOST_BLOCKS:
-        lines.append(_line("", f"and {len(blocks) - _MOST_BLOCKS:,} more groups of ops"))
+        lines.append(line("", f"and {len(blocks) - _MOST_BLOCKS:,} more groups of ops"))
     return lines
 
 
@@ -440,21 +439,21 @@ def _root_lines(named: Named, first: bool) -> list[str]:
     what = kernels[0] if kernels[0] == kernels[1] else f"{kernels[0] or 'nothing'} against {kernels[1] or 'nothing'}"
     scope = f", scope {named.scope}" if named.scope else ""
     more = f", and {named.alike} more like it" if named.alike else ""
-    lines = [_line(label, f"ordinal {places[0]} of a, {places[1]} of b: {what}{scope}{more}{doubt}")]
+    lines = [line(label, f"ordinal {places[0]} of a, {places[1]} of b: {what}{scope}{more}{doubt}")]
     known = {"input": "content from outside differs", "randomness": "equal, but for the state of the random generators"}
-    lines.append(_line("  inputs", known.get(named.kind, "equal")))
-    lines.append(_line("  a", _cut(named.calls[0] or "nothing")))
+    lines.append(line("  inputs", known.get(named.kind, "equal")))
+    lines.append(line("  a", _cut(named.calls[0] or "nothing")))
     if named.calls[1] != named.calls[0]:
-        lines.append(_line("  b", _cut(named.calls[1] or "nothing")))
-    lines += [_line("  argument", f"{name}: {_cut(one)} against {_cut(other)}") for name, one, other in named.changed]
-    lines += [_line("  why", named.note)] if named.note else []
-    lines += [_line("  distance", str(named.distance))] if named.distance is not None else []
+        lines.append(line("  b", _cut(named.calls[1] or "nothing")))
+    lines += [line("  argument", f"{name}: {_cut(one)} against {_cut(other)}") for name, one, other in named.changed]
+    lines += [line("  why", named.note)] if named.note else []
+    lines += [line("  distance", str(named.distance))] if named.distance is not None else []
     if named.consequences:
-        lines.append(_line("  led to", f"{counted(named.consequences, 'later op')} with another result"))
+        lines.append(line("  led to", f"{counted(named.consequences, 'later op')} with another result"))
     for growth in named.growth if first else ():
         far = "unknown" if growth.relative is None else f"{growth.relative:.3g} relative"
         lines.append(
-            _line("  then", f"{far} at ordinal {growth.ordinal} ({growth.kernel}), scope {growth.scope or '-'}")
+            line("  then", f"{far} at ordinal {growth.ordinal} ({growth.kernel}), scope {growth.scope or '-'}")
         )
     return lines
 

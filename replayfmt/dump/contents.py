@@ -69,7 +69,6 @@ def payload_range(payload: PayloadInfo) -> dict[str, Any]:
 
 
 def attachment_rows(reader: CaptureReader) -> Iterator[dict[str, Any]]:
-    """The rows of attachments, by id."""
     column = reader.definitions.column
     listed = column("kernel_attachment")
     owners = np.repeat(np.arange(1, len(reader.kernels)), column("kernel_attachments"))[

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +9,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.attachments import device_kernel_rows, kernel_tier
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_text import SignatureGroup, SignatureIndex
-from replayfmt.format.validation import aligned, printable
+from replayfmt.format.validation import aligned, csv_text, printable
 
 from .definitions import lines
 from .selection import Selection, selected_kernels, selects_nothing
@@ -141,18 +139,12 @@ def device_kernel_lines(reader: CaptureReader) -> Iterator[str]:
 
 
 def device_kernel_csv(reader: CaptureReader) -> Iterator[str]:
-    """The kernels as CSV (RFC 4180 with newlines), in chunks; what is unknown is empty."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*_COLUMNS, *(f"collective_{name}" for name in _COLLECTIVE)])
+    """The kernels as CSV; what is unknown is empty."""
+    rows = []
     for row in device_kernels(reader)[1]:
-        collective = row["collective"] or {}
-        writer.writerow([csv_cell(row[name]) for name in _COLUMNS] + [csv_cell(collective.get(n)) for n in _COLLECTIVE])
-        if text.tell() > 1 << 20:
-            yield text.getvalue()
-            text.seek(0)
-            text.truncate()
-    yield text.getvalue()
+        values = [row[name] for name in _COLUMNS], [(row["collective"] or {}).get(name) for name in _COLLECTIVE]
+        rows.append([csv_cell(each) for part in values for each in part])
+    yield csv_text([*_COLUMNS, *(f"collective_{name}" for name in _COLLECTIVE)], rows)
 
 
 def csv_cell(value: Any) -> Any:

@@ -203,7 +203,6 @@ class KeptRecords:
         return int(self.ordinals[-1]) + 1
 
     def holds(self, ordinal: int) -> bool:
-        """Whether the record at an ordinal is kept."""
         place = int(np.searchsorted(self.ordinals, ordinal))
         return place < len(self.ordinals) and int(self.ordinals[place]) == ordinal
 

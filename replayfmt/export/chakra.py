@@ -151,8 +151,6 @@ def _attributes(values: dict[str, Any]) -> list[Any]:
 
 
 class _Bytes(NamedTuple):
-    """Bytes of a storage."""
-
     storage: int
     first: int
     end: int
@@ -246,8 +244,6 @@ class ChakraCounts:
 
 
 class _Rank:
-    """The trace of one rank."""
-
     def __init__(
         self,
         reader: CaptureReader,

@@ -89,7 +89,6 @@ class _Digest:
         return xxh3_128_hexdigest(b"".join(digests))
 
     def _chunk(self, start: int, length: int) -> bytes:
-        """The digest of one chunk."""
         hashing = xxh3_128()
         buffer = memoryview(bytearray(min(_BUFFER_BYTES, length)))
         done = 0

@@ -166,6 +166,13 @@ class CaptureReader(Closing):
             raise IndexError(f"{self.path}: record {ordinal} of {self.record_count}")
         return int(np.searchsorted(self._first_ordinals, ordinal, side="right")) - 1
 
+    def op_ordinals(self) -> np.ndarray:
+        """The ordinals of the records that are ops."""
+        is_op = self.signature_kinds == RecordKind.op
+        frames = map(self.frame, range(len(self.record_frames)))
+        found = [np.flatnonzero(is_op[frame.signature]) + frame.first_ordinal for frame in frames]
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
     def record(self, ordinal: int) -> Record:
         frame = self.frame(self.frame_of(ordinal))
         return decode_record(frame, ordinal - frame.first_ordinal, self.definitions)

@@ -112,7 +112,6 @@ class SlotLayout:
         return [place.int_slot for each in self.args for place in each.of_kind(ValueKind.storage)]
 
     def nodes(self, kind: ValueKind) -> list[NodePlace]:
-        """Every node of a kind, arguments and results."""
         return [place for each in (*self.args, *self.results) for place in each.of_kind(kind)]
 
 

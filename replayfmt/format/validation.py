@@ -7,7 +7,9 @@ paths is escaped before it is shown, since it must not be able to control a term
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
 import json
 import os
 import re
@@ -184,6 +186,15 @@ def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
     for row in rows:
         padded = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=False)]
         yield printable("  ".join([*padded, row[-1]]))
+
+
+def csv_text(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table as CSV: RFC 4180 with newlines as line ends."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(heads)
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def require_regular_file(path: str | os.PathLike[str]) -> None:

@@ -627,7 +627,6 @@ def _import(
     force: bool,
     place: RankTrace | None,
 ) -> ImportReport:
-    """Import one trace of a known kind."""
     if kind == "kineto":
         from .kineto.importer import import_kineto
 

@@ -154,7 +154,6 @@ class _Writer:
         self.placed = False
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Write the next entry."""
         name = str(entry["op_name"])
         given = entry.get("count")
         count = given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else 1

@@ -102,8 +102,6 @@ class PassedThrough(Exception):
 
 
 class CallRecorder:
-    """Records calls."""
-
     def __init__(
         self,
         buffer: RecordBuffer,

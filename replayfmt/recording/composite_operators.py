@@ -91,7 +91,6 @@ class AsInProgram(_BelowOwnKernels):
     """Calls a custom operator from inside a dispatch mode's handler as its program would have called it."""
 
     def __init__(self, func: torch._ops.OpOverload, call: Callable[..., Any]) -> None:
-        """`call` calls the overload."""
         super().__init__(func)
         self._call = call
 

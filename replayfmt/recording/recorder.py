@@ -545,7 +545,6 @@ class Recorder:
         return presence is not None and core is not None and not core.finished and presence.sees_first()
 
     def _mode_now(self) -> RecordingMode | None:
-        """The mode that records this thread now, if any."""
         return None if self._presence is None else self._presence.mode_now()
 
     @contextmanager

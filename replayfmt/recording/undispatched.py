@@ -53,8 +53,6 @@ _NOBODY = cast(HookHost, None)  # for when the table is only read
 
 
 class Hooks(Patched):
-    """The hooks of one capture."""
-
     def __init__(self, recorder: HookHost, compiled: str = "keep") -> None:
         """`compiled`: `keep` lets compiled regions run as they are, `kernels` records what they call, `eager` has
         torch.compile run their operators."""

@@ -287,7 +287,7 @@ class ReplayedResults(Mapping[int, Any]):
     @cached_property
     def _ordinals(self) -> dict[int, None]:
         with open_capture(self._path) as reader:
-            return {record.ordinal: None for record in reader.records() if record.kind is RecordKind.op}
+            return dict.fromkeys(reader.op_ordinals().tolist())
 
     def __getitem__(self, ordinal: int) -> Any:
         """Raises KeyError if no op has the ordinal, and what `Op.replay` raises."""

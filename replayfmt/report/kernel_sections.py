@@ -98,7 +98,6 @@ class KernelFigures:
 
 
 def top_kernels(figures: KernelFigures) -> Section:
-    """The most expensive kernels by each figure."""
     kernels, measured = figures.kernels, figures.measured
     clock = figures.clock or "host"
 

@@ -183,7 +183,6 @@ class MeasuredCalls:
 
     @property
     def share(self) -> float:
-        """The measured share of the calls."""
         return self.calls / (self.calls + self.missing_calls) if self.calls else 0.0
 
     @property

@@ -7,6 +7,7 @@ import os
 import shlex
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -95,16 +96,14 @@ class _Job:
         self.names = NameTable()
         self.lanes: list[Lane] = []
         self.launches: set[int] = set()  # the names of launches
-        began: dict[int, int] = {}
-        for rank in range(self.world):
-            try:
-                with open_capture(rank_file(folder, rank)) as reader:
-                    began[rank] = reader.session.created_unix_ns or 0
-            except OpReplayError:
-                continue  # a warning names it
-        for rank, created in began.items():
-            with open_capture(rank_file(folder, rank)) as reader:
-                self._read(reader, rank, created - min(began.values()))
+        with ExitStack() as stack:
+            readers: dict[int, CaptureReader] = {}
+            for rank in range(self.world):
+                with suppress(OpReplayError):  # a warning names it
+                    readers[rank] = stack.enter_context(open_capture(rank_file(folder, rank)))
+            began = {rank: reader.session.created_unix_ns or 0 for rank, reader in readers.items()}
+            for rank, reader in readers.items():
+                self._read(reader, rank, began[rank] - min(began.values()))
 
     def _read(self, reader: CaptureReader, rank: int, later_ns: int) -> None:
         ops = captured_ops(reader)

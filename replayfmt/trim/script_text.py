@@ -230,8 +230,6 @@ class ScriptBody:
 
 
 class BodyWriter:
-    """Writes the body of a script from its events."""
-
     def __init__(self, events: ScriptEvents, changes: Changes, triton: CodeSections) -> None:
         self._events = events
         self._triton = triton

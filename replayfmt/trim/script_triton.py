@@ -173,7 +173,6 @@ class CodeSections:
 
     @property
     def needs(self) -> str:
-        """What the script needs, in words."""
         return "torch" + " and triton" * bool(self._kernels) + " and a C++ compiler" * bool(self._cpp)
 
     def launch(self, kernel: Kernel, values: Mapping[str, str], device: str) -> str:

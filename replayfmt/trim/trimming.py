@@ -533,7 +533,6 @@ class Contents:
         return EnteringContent(origin, 0, action.length)
 
     def _payload(self, length: int, dtype: DType | None, place: tuple[int, int]) -> EnteringContent:
-        """Content at a place in a payload of the capture."""
         number, start = place
         content = memoryview(self._reader.payload(number))[start : start + length]
         if dtype is None or not length:

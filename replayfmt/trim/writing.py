@@ -292,8 +292,6 @@ POLICIES = {"payload": "none", "digests": "none"}
 
 
 class NoContent:
-    """No content at all."""
-
     def __init__(self, reader: CaptureReader) -> None:
         self._reader = reader
 

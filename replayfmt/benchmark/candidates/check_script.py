@@ -178,7 +178,6 @@ class Running:
         return [json.loads(line) for line in lines if line.endswith(b"}")]
 
     def last_line(self) -> str:
-        """The last line of its output."""
         there = self.output.exists()
         return (self.output.read_text(errors="replace").strip().splitlines() or [""])[-1] if there else ""
 

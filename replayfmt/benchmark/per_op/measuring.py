@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from replayfmt.collector import collector_paused
+from replayfmt.errors import first_line
 from replayfmt.pytorch.accelerators import captured, is_accelerator, spinning
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.records import Slice
@@ -86,7 +87,7 @@ def _record(work: Callable[[], None], device: torch.device) -> Callable[[], None
             graph = captured(device, work)
         except Exception as error:  # each operator has its own way to say so
             cause = error.__context__ or error  # ending the graph fails, too
-            raise NoGraph(f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:_SHOWN]}") from error
+            raise NoGraph(f"{type(cause).__name__}: {first_line(cause)[:_SHOWN]}") from error
     if any("empty" in str(each.message) for each in said):
         raise NoGraph("it launches nothing on the device's stream, so its graph is empty")
     replay: Callable[[], None] = graph.replay
@@ -464,7 +465,7 @@ class _OpMeasurement:
             except (Exception, SystemExit, GeneratorExit) as error:
                 # Any exception of an op is its verdict, and the replay continues.
                 verdict = measured.verdict = "failed"
-                reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                reason = f"{type(error).__name__}: {first_line(error)}"
                 self._verdicts[op.ordinal] = verdict, reason
                 measured.reason = reason
             self._report(measured)

@@ -81,17 +81,16 @@ class Peak:
         return found | {"measured": when, "conditions": self.conditions, "doubts": list(self.doubts)}
 
 
-def peak_line(row: dict[str, Any], now: datetime | None = None) -> str:
+def peak_line(row: dict[str, Any]) -> str:
     text = f"{row['device']}: {row['what']} {rate(row['per_second'])}, {row['source']}"
     if "measured" not in row:
         return text
-    age = (now or datetime.now().astimezone()) - datetime.fromisoformat(row["measured"])
+    age = datetime.now().astimezone() - datetime.fromisoformat(row["measured"])
     doubts = f"; doubtful, so not kept: {'; '.join(row['doubts'])}" if row["doubts"] else ""
     return f"{text} {_age(age)} ago ({row['conditions']}){doubts}"
 
 
 def peak_caveats(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A warning for each doubtful peak."""
     return [
         f"the peak of {row['device']} ({row['what']}) is doubtful, and so are shares of it: {'; '.join(row['doubts'])}"
         for row in rows

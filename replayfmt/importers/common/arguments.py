@@ -108,12 +108,10 @@ def scalar_type(number: int) -> DType | None:
 
 
 def layout(number: int) -> Layout | None:
-    """The layout of a c10::Layout's number."""
     return Layout(number + 1) if 0 <= number < max(Layout) else None
 
 
 def memory_format(number: int) -> MemoryFormat | None:
-    """The memory format of a c10::MemoryFormat's number."""
     return MemoryFormat(number + 1) if 0 <= number < max(MemoryFormat) else None
 
 

@@ -27,7 +27,6 @@ from replayfmt.format.codes import (
     OpStatus,
     RecordKind,
     StorageOrigin,
-    TensorFlag,
     ValueKind,
 )
 from replayfmt.format.model import CaptureInfo, Device, Generator, Kernel, Node, Recipe, Signature, TensorMeta
@@ -99,9 +98,6 @@ def contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-_NO_FLAGS = TensorFlag(0)
-
-
 @lru_cache(maxsize=1 << 14)
 def bytes_needed(dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> int:
     """The length that a storage needs for a view. Raises ValueError for strides that reach below its beginning, and for
@@ -124,25 +120,18 @@ def possible_bytes(length: int) -> int:
 
 
 def plain_tensor(
-    dtype: DType,
-    sizes: tuple[int, ...],
-    strides: tuple[int, ...] | None,
-    device: int,
-    offset: int = 0,
-    origin: StorageOrigin = StorageOrigin.absent,
+    dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...] | None, device: int, offset: int = 0
 ) -> Tensor:
     """A tensor on a new storage of exactly the length it needs. Raises ValueError for impossible geometry."""
     strides = contiguous(sizes) if strides is None else strides
-    storage = TracedStorage(bytes_needed(dtype, sizes, strides, offset), device, origin)
+    storage = TracedStorage(bytes_needed(dtype, sizes, strides, offset), device)
     return Tensor(storage, strided_meta(dtype, device, sizes, strides), offset)
 
 
 @lru_cache(maxsize=1 << 14)
-def strided_meta(
-    dtype: DType, device: int, sizes: tuple[int, ...], strides: tuple[int, ...], flags: TensorFlag = _NO_FLAGS
-) -> TensorMeta:
+def strided_meta(dtype: DType, device: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> TensorMeta:
     """What is said of a strided tensor, made once: calls repeat."""
-    return TensorMeta(dtype, Layout.strided, device, sizes, strides, flags)
+    return TensorMeta(dtype, Layout.strided, device, sizes, strides)
 
 
 _node_of = lru_cache(maxsize=1 << 14)(Node)  # of a kind, a name and a value: calls repeat

@@ -287,7 +287,6 @@ class TraceFile(Closing):
         return pieces.getvalue()
 
     def close(self) -> None:
-        """Close the file."""
         self._raw.close()
 
 

@@ -63,8 +63,6 @@ class KeptCopies:
 
 
 class NodeKind(IntEnum):
-    """What a node is."""
-
     container = 0  # autograd's wrappers, modules, the observer's own roots
     mark = 1  # record_function and the profiler's steps: a scope
     operator = 2

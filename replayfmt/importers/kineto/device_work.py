@@ -193,7 +193,6 @@ def compiled_regions(events: TraceEvents, tree: CallTree) -> Iterator[UnclaimedW
 
 
 def _launching_times(events: TraceEvents, tree: CallTree) -> dict[int, np.ndarray]:
-    """When each thread launched device work, in order."""
     times: dict[int, list[int]] = {}
     for launch in np.unique(tree.work_launch[tree.work_launch >= 0]).tolist():
         times.setdefault(events.launches.thread[launch], []).append(events.launches.start[launch])

@@ -17,7 +17,7 @@ from replayfmt.pytorch.triton.sources import enclosed_by
 
 from ..kernels import Attached
 
-_MOST_LAUNCHES = 10_000
+_MOST_LAUNCHES = 10_000  # distinct ones; of the others a replay that chooses again says that it has no configurations
 _PLAIN = (bool, int, float, str)
 
 

@@ -402,7 +402,6 @@ class Allocated(CapturedKernel):
 
     @staticmethod
     def allocation(tensor: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What allocates such a tensor."""
         return (list(shape_of(tensor)), list(stride_of(tensor))), {
             "dtype": tensor.dtype,
             "device": storage_of(tensor).device,

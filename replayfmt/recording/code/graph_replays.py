@@ -253,7 +253,6 @@ class Graphs(Patched):
     # ---------------------------------------------------------------------------------------------------------- others
 
     def reset(self, original: _Function, graph: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Of `reset`: the graph is gone."""
         self._recorder.attempt(self._known.pop, graph, None)
         return original(graph, *args, **kwargs)
 

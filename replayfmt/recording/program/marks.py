@@ -60,8 +60,6 @@ def parse_mark(text: str) -> Mark:
 
 
 class Marks:
-    """The marks of one capture."""
-
     def __init__(self, marks: Iterable[Mark], open_scope: OpenScope, main_module: str | None = None) -> None:
         """`open_scope(name)` returns the context manager that each marked call runs in. `main_module` is the name of
         the module that runs as `__main__`, if it has one: marks may use either name."""

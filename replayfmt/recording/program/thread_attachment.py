@@ -569,7 +569,6 @@ class _InferenceMode:
         )
 
     def begin(self, core: CaptureSession) -> None:
-        """A capture begins."""
         if not self._inside:
             self._patches.install()
         self._core, self._in_use = core, True

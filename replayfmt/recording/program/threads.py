@@ -237,7 +237,6 @@ class Threads:
         self.join()  # without the lock: the starter of this thread waits for it, and may hold the lock
 
     def ended(self) -> None:
-        """The calling thread ends."""
         self._presence.leave()
         self.core.thread_watch.take_part(False)
         if own_id() in self._carrying:  # not the recorder's own: whoever waits for them may hold the lock

@@ -65,7 +65,6 @@ class Digests:
     def _written_views(
         self, number: int, tracker: Tracker, storage: torch.UntypedStorage
     ) -> dict[int, tuple[int, int]]:
-        """The views of one storage that a sweep digests."""
         state, entry = tracker.state, tracker.entry
         written = {tensor: (meta, offset) for tensor, meta, offset in entry.written()}
         if written:

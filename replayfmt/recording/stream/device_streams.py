@@ -90,8 +90,6 @@ def _set(of: type, method: Any) -> None:
 
 
 class _Query(StandIn):
-    """Replaces one `query`."""
-
     def __init__(self, trace: StreamTrace, tell: Callable[[Any], None], original: Callable[..., Any]) -> None:
         super().__init__(original)
         self._trace = trace

@@ -162,8 +162,7 @@ class Window:
 class CodeCache:
     """Compiled code by text; the least recently used is evicted first."""
 
-    def __init__(self, limit: int = _CACHED_CODE) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._codes: OrderedDict[str, types.CodeType] = OrderedDict()
         self.compiled = 0
 
@@ -177,7 +176,7 @@ class CodeCache:
         (code,) = (constant for constant in module.co_consts if isinstance(constant, types.CodeType))
         self.compiled += 1
         self._codes[text] = code
-        if len(self._codes) > self._limit:
+        if len(self._codes) > _CACHED_CODE:
             self._codes.popitem(last=False)
         return code
 

@@ -150,7 +150,6 @@ class FoundUse:
 
     @property
     def label(self) -> str:
-        """The label, as in Use."""
         return self.argument if self.position is None else f"{self.argument}[{self.position}]"
 
 

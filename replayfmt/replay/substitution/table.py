@@ -201,7 +201,6 @@ class Substitutions(KernelStandIn):
         return None if replacement is None else self.failed(ordinal, replacement, error)
 
     def failed(self, ordinal: int, replacement: Replacement, error: BaseException) -> SubstitutionFailed:
-        """The error to raise for an exception from a replacement."""
         what, scope = describe(self.reader, ordinal)
         inside = f", scope {scope}" if scope else ""
         return SubstitutionFailed(
