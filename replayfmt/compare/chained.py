@@ -35,7 +35,7 @@ class Chain:
 
     def _reads(self, op: int) -> list[int]:
         trace = self._trace
-        found: list[int] = trace.read_value[trace.read_first[op] : trace.read_first[op + 1]].tolist()
+        found: list[int] = trace.read_by(op).tolist()
         return found
 
     def run(
@@ -44,7 +44,7 @@ class Chain:
         """The next op with its captured arguments. `errors` are known relative errors of the tensors, in order, NaN
         where only rounding is known; those of values from inside the block do not count."""
         trace, reads = self._trace, self._reads(op)
-        written = trace.writes[trace.write_first[op] : trace.write_first[op + 1]].tolist()
+        written = trace.written_by(op).tolist()
         tensors = tensors_in([*arguments, *named.values()])
         if written and len(tensors) == len(reads) and all(map(self._enter, reads, tensors, errors)):
             with undispatched():

@@ -212,9 +212,9 @@ class _Finding:
         suspect, found = np.zeros(len(a.value_op), bool), []
         for op in np.flatnonzero(a.writing & (self.results == NOT_KNOWN)).tolist():
             states = self.reads.get(op)  # None: all of them are equal
-            reads = a.read_value[a.read_first[op] : a.read_first[op + 1]]
+            reads = a.read_by(op)
             if changed[op] or states is not None and suspect[reads[states != EQUAL]].any():
-                written = a.writes[a.write_first[op] : a.write_first[op + 1]]
+                written = a.written_by(op)
                 suspect[written] = True
                 if not a.used[written[a.main[written]]].any():
                     found.append(op)
@@ -322,7 +322,7 @@ class _Finding:
         shared[trace.value_storage[trace.read_value[reader]]] = True
         found = []
         for number, ops in blocks.items():
-            values = np.concatenate([trace.writes[trace.write_first[op] : trace.write_first[op + 1]] for op in ops])
+            values = np.concatenate([trace.written_by(op) for op in ops])
             own = trace.value_released[values].all() and not shared[trace.value_storage[values]].any()
             if own and ops[-1] < last and trace.value_read_by_host[values].any():
                 found.append(number)
@@ -373,7 +373,7 @@ class _Finding:
         ):
             inside = self._with_sources(trace, set(members))
             for op in inside:
-                for value in trace.read_value[trace.read_first[op] : trace.read_first[op + 1]].tolist():
+                for value in trace.read_by(op).tolist():
                     source = int(trace.value_op[value])
                     if source < 0:
                         equal = equal and bool(trace.value_content[value])
@@ -388,7 +388,7 @@ class _Finding:
         found, waiting = set(ops), list(ops)
         while waiting:
             op = waiting.pop()
-            sources = trace.value_op[trace.read_value[trace.read_first[op] : trace.read_first[op + 1]]]
+            sources = trace.value_op[trace.read_by(op)]
             new = {source for source in sources.tolist() if source >= 0 and partners[source] < 0} - found
             found |= new
             waiting += new

@@ -140,7 +140,7 @@ class _Watching:
         reader = self._reader
         frame = reader.frame(reader.frame_of(ordinal))
         at = ordinal - frame.first_ordinal
-        rows = frame.tensor_slots[int(frame.tensor_first[at]) : int(frame.tensor_first[at + 1])]
+        rows = frame.slots_of(at)
         storages = frame.tensor_storage[rows].tolist()
         first = reader.layouts[int(frame.signature[at])].arg_tensors
         taken, returned = set(storages[:first]), {storages[slot] for slot in results}
@@ -232,7 +232,7 @@ def _reads_any(trace: Trace, ops: tuple[int, ...], values: Container[int]) -> bo
     return any(
         value in values and int(trace.value_op[value]) not in inside
         for op in ops
-        for value in trace.read_value[trace.read_first[op] : trace.read_first[op + 1]].tolist()
+        for value in trace.read_by(op).tolist()
     )
 
 
@@ -353,8 +353,8 @@ def _shown_by_both(made: Comparison, value: int) -> tuple[int, int] | None:
     other = int(made.alignment.partner_of_a[op]) if op >= 0 else -1
     if other < 0:
         return None
-    place = int(np.flatnonzero(a.writes[a.write_first[op] : a.write_first[op + 1]] == value)[0])
-    theirs = b.writes[b.write_first[other] : b.write_first[other + 1]]
+    place = int(np.flatnonzero(a.written_by(op) == value)[0])
+    theirs = b.written_by(other)
     shown = int(a.value_observed[value]), int(b.value_observed[theirs[place]]) if place < len(theirs) else -1
     return shown if min(shown) >= 0 else None
 

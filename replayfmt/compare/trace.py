@@ -112,6 +112,13 @@ class Trace:
         found[self.writes] = self.value_bytes[self.writes] == longest[op]
         return found
 
+    def read_by(self, op: int) -> np.ndarray:
+        """The values that an op reads, by tensor slot."""
+        return self.read_value[self.read_first[op] : self.read_first[op + 1]]
+
+    def written_by(self, op: int) -> np.ndarray:
+        return self.writes[self.write_first[op] : self.write_first[op + 1]]
+
     def op_at(self, ordinal: int) -> int:
         """The op with that ordinal, -1 if none has."""
         place = int(np.searchsorted(self.ordinal, ordinal))

@@ -287,7 +287,7 @@ class _Rank:
 
     def _op(self, frame: RecordFrame, row: int, signature: int) -> None:
         shape = self._shapes.get(signature) or self._shapes.setdefault(signature, accesses_of(self._reader, signature))
-        slots = frame.tensor_slots[int(frame.tensor_first[row]) : int(frame.tensor_first[row + 1])].tolist()
+        slots = frame.slots_of(row).tolist()
         reads, writes = (
             _known(self._bytes(frame, slots[at]) for at in listed) for listed in (shape.reads, shape.writes)
         )

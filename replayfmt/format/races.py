@@ -213,13 +213,10 @@ class _Pass:
                 if shape.kind is RecordKind.op:
                     yield from self._op(frame, row, shape)
                 elif shape.kind in _HANDLED:
-                    first = int(frame.int_first[row])
-                    ints = frame.ints[first : int(frame.int_first[row + 1])].tolist()
-                    _HANDLED[shape.kind](self, shape, ints)
+                    _HANDLED[shape.kind](self, shape, frame.ints_of(row).tolist())
 
     def _op(self, frame: RecordFrame, row: int, shape: Accesses) -> Iterator[Race]:
-        first = int(frame.tensor_first[row])
-        slots = frame.tensor_slots[first : int(frame.tensor_first[row + 1])].tolist()
+        slots = frame.slots_of(row).tolist()
         if not slots:
             return
         placement = _NO_STREAMS

@@ -101,6 +101,13 @@ class RecordFrame:
     placement: np.ndarray | None  # placement ids, 0: the default streams; None: of all records
     annotation: np.ndarray | None  # ids for CaptureReader.annotation, 0 for none; None: no record here has one
 
+    def slots_of(self, row: int) -> np.ndarray:
+        """A record's tensors, as rows of the tensor_* columns."""
+        return self.tensor_slots[self.tensor_first[row] : self.tensor_first[row + 1]]
+
+    def ints_of(self, row: int) -> np.ndarray:
+        return self.ints[self.int_first[row] : self.int_first[row + 1]]
+
 
 class RecordFrameDecoder:
     """Decodes the frames of one capture. Knows its definitions and where their records have references."""

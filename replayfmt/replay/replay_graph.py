@@ -135,7 +135,7 @@ class Admission:
         layout = plan.reader.layouts[signature]
         kernel = plan.kernels[layout.signature.kernel]
         self._drawn |= isinstance(kernel, ResolvedKernel) and kernel.draws
-        slots = frame.tensor_slots[frame.tensor_first[row] : frame.tensor_first[row + 1]]
+        slots = frame.slots_of(row)
         there = self._there[frame.tensor_meta[slots]]
         if not len(there) or not there.any() or not there[layout.arg_tensors :].all():
             return "works on the host"

@@ -264,7 +264,7 @@ class ContentUses:
 
     def _op(self, frame: RecordFrame, row: int, signature: int, slots: list[int], storages: list[int]) -> None:
         metas = frame.tensor_meta[slots].tolist()
-        ints = frame.ints[frame.int_first[row] : frame.int_first[row + 1]].tolist()
+        ints = frame.ints_of(row).tolist()
         first: dict[int, int] = {}
         shared = tuple(first.setdefault(storage, slot) for slot, storage in enumerate(storages))
         shapes: Shapes = (signature, tuple(metas), tuple(ints))
@@ -463,12 +463,12 @@ class IndexRanges:
     def _frame(self, frame: RecordFrame) -> bool:
         kinds = self._reader.signature_kinds.tolist()
         for row, signature in enumerate(frame.signature.tolist()):
-            slots = frame.tensor_slots[frame.tensor_first[row] : frame.tensor_first[row + 1]]
+            slots = frame.slots_of(row)
             metas = frame.tensor_meta[slots].tolist()
             if kinds[signature] == RecordKind.storage_import:
                 self._import(frame, row, signature)
             elif kinds[signature] == RecordKind.op and any(self._integral[meta] for meta in metas):
-                ints = frame.ints[frame.int_first[row] : frame.int_first[row + 1]].tolist()
+                ints = frame.ints_of(row).tolist()
                 storages = frame.tensor_storage[slots].tolist()
                 for slot, demand in self._asking.get((signature, tuple(metas), tuple(ints)), ()):
                     known = self._ranges.get(storages[slot])
