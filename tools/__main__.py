@@ -31,8 +31,6 @@ TOOLS = {
 
 
 class _Tools(click.Group):
-    """Imports a tool on demand."""
-
     def list_commands(self, context: click.Context) -> list[str]:
         return list(TOOLS)
 

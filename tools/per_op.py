@@ -226,8 +226,6 @@ per_op_options = together(
 
 @dataclass(frozen=True)
 class PerOpFlags:
-    """The values of the flags."""
-
     options: OpOptions
     group_by: GroupBy | None
     top: int | None
@@ -326,7 +324,6 @@ def run_per_op(
 
 
 def _peaks(values: dict[str, Any]) -> PeaksOf | None:
-    """The peaks of a device, with --roofline."""
     from replayfmt.benchmark.per_op.roofline import Peaks, parse_rate
 
     given = {name: values[name] for name in ("peak_flops", "peak_bandwidth") if values[name] is not None}

@@ -185,7 +185,6 @@ class BaselineComparison:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """For the report's JSON."""
         rows = [asdict(row) for row in self.rows]
         return {
             "path": self.path,

@@ -320,7 +320,6 @@ class CompareReport(Report):
         return csv_text(_CSV_FIELDS, ([csv_field(each[name]) for name in _CSV_FIELDS] for each in self.comparisons))
 
     def lines(self) -> Iterator[str]:
-        """The report as text for people."""
         yield from self.head()
         yield from _table(self.comparisons)
         yield ""

@@ -178,7 +178,6 @@ class _Side:
         return self.partner[op] < 0 and not (written and all(map(self.shared, written)))
 
     def shared(self, value: int) -> bool:
-        """Whether the value has a counterpart."""
         return self.label[value] >= 0
 
 

@@ -171,7 +171,6 @@ def _kernels(side: Side, names: dict[str, int]) -> np.ndarray:
 
 
 def _rows(frame: Any, trace: Trace) -> np.ndarray:
-    """Where the ops are in a frame."""
     first, count = frame.first_ordinal, len(frame.signature)
     begin, end = np.searchsorted(trace.ordinal, [first, first + count])
     return np.asarray(trace.ordinal[begin:end] - first)
@@ -555,7 +554,6 @@ def _divergence_row(named: Named) -> dict[str, Any]:
 
 
 def distance_json(found: Distance) -> dict[str, Any]:
-    """A distance as plain values."""
     made = {name: getattr(found, name) for name in found.__dataclass_fields__}
     made["share"] = found.share
     for name in ("a", "b"):

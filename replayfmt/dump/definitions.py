@@ -186,7 +186,6 @@ def definition_rows(reader: CaptureReader) -> Iterator[Row]:
 
 
 def lines(rows: Iterator[Row]) -> Iterator[str]:
-    """Rows as JSON lines, in chunks."""
     chunk: list[str] = []
     length = 0
     for row in rows:

@@ -232,8 +232,6 @@ NO_DIGEST = "".join(f',"{key}":null' for key in DIGEST_KEYS)
 
 
 class JsonLines(Dialect):
-    """Writes records as JSON objects."""
-
     def __init__(self, reader: CaptureReader, expander: Expander) -> None:
         super().__init__(reader, expander)
         self._devices = ["null", *(quote(str(device)) for device in reader.devices[1:])]

@@ -166,8 +166,6 @@ def _arrows(number: int, met: list[Event]) -> Iterator[Event]:
 
 
 class _EventWriter:
-    """The array of events, as it is written."""
-
     def __init__(self, output: Output) -> None:
         self._output = output
         self._lines: list[str] = []
@@ -187,8 +185,6 @@ class _EventWriter:
 
 
 class _CaptureTimeline:
-    """The events of the capture itself."""
-
     def __init__(self, reader: CaptureReader, ordinals: np.ndarray | None) -> None:
         self._reader = reader
         self._ordinals = ordinals

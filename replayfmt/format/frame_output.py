@@ -225,8 +225,6 @@ def _is_steady(view: memoryview) -> bool:
 
 
 class PayloadOutput:
-    """Payloads of one capture, on their way into its frames."""
-
     def __init__(self, frames: FrameOutput) -> None:
         self._frames = frames
         self._ids: dict[int, int] = {}

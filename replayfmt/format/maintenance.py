@@ -423,7 +423,6 @@ def add_digests(
 
 
 def _digests(reader: CaptureReader, files: list[ExternalFile], remaps: FileRemaps, progress: Progress) -> list[str]:
-    """The digest of each file, in order of their ids."""
     found, problems = [], []
     for file in files:
         try:

@@ -314,7 +314,6 @@ class _Pass:
 
 
 def accesses_of(reader: CaptureReader, number: int) -> Accesses:
-    """What the records of a signature do, by its number."""
     layout = reader.layouts[number]
     signature = layout.signature
     device = next((each.node.constant for each in layout.args if each.node.name == "device"), 0)

@@ -65,8 +65,6 @@ class CallValues:
 
 
 class OpCall:
-    """A call that is being recorded."""
-
     __slots__ = (
         "__weakref__",
         "args",

@@ -218,7 +218,6 @@ class CaptureSession:
     # --------------------------------------------------------------------------------------------------- start and stop
 
     def resume(self) -> None:
-        """Start or resume recording."""
         with self.lock:
             if not self.on and not self.finished:
                 if self.implicit is not None:
@@ -579,7 +578,6 @@ class CaptureSession:
             self.scope_left(self.scopes.thread_ended())
 
     def scope_left(self, left: list[OpenScope]) -> None:
-        """After scopes ended."""
         if not self.on:
             return
         if any(scope.user for scope in left):

@@ -455,8 +455,6 @@ _AROUND = {
 
 
 class Regions:
-    """The compiled regions of one capture."""
-
     def __init__(self, recorder: HookHost) -> None:
         self._recorder = recorder
         self._modules: dict[int, tuple[dict[str, Any], str]] = {}  # by identity: its globals, and what is unknown

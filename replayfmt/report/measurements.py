@@ -194,7 +194,6 @@ class MeasuredCalls:
         return f"of {known:,} of {every:,} calls ({self.share:.1%}); the others: {self.reasons.get('missing', '')}"
 
     def miss(self, calls: int, reason: str) -> None:
-        """Count calls that were not measured."""
         self.missing_calls += calls
         self.reasons.setdefault("missing", reason)
 

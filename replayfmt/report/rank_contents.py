@@ -85,8 +85,6 @@ class _Rank:
 
 
 class _Job:
-    """The files of all ranks that can be read."""
-
     def __init__(self, folder: str) -> None:
         """Raises CaptureNotFound for a folder without captures of ranks, InvalidCapture for a damaged frame."""
         self.folder, self.world = folder, world_size(folder)

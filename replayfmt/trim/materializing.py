@@ -238,7 +238,6 @@ class Materializer:
         }
 
     def _slots_of(self, record: Record, kernel: CapturedKernel, index: int) -> list[int]:
-        """The tensor slots of an argument, by its index."""
         places = self._plan.reader.layouts[record.signature_id].args
         return [slot for place in places if kernel.indices.get(place.node.name) == index for slot in place.tensors]
 

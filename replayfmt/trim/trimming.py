@@ -90,7 +90,6 @@ class TrimResult:
 
 
 def predict(reader: CaptureReader, kept: KeptRecords, schedule: Schedule, *, content: bool = True) -> Prediction:
-    """What the capture of a schedule will contain."""
     embedded: dict[Any, int] = {}
     referenced = synthesized = storages = 0
     for place, action in enumerate(schedule.enters()):

@@ -126,7 +126,6 @@ class Writing:
         self.copier.flush()
 
     def record(self, record: Record) -> None:
-        """Write a kept record itself."""
         if record.kind is RecordKind.op:
             self.op(record)
         elif record.kind is RecordKind.digest:

@@ -271,7 +271,6 @@ def make_energy_report(
 
 
 def _idle_and_load(windows: WindowsFile) -> tuple[tuple[float, float], tuple[float, float]]:
-    """The idle window and the first one after it."""
     for idle, load in zip(windows.windows, windows.windows[1:], strict=False):
         if idle.role == "idle":
             return (idle.start_s, idle.end_s), (load.start_s, load.end_s)

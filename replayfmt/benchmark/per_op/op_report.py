@@ -297,7 +297,6 @@ def _mean(row: OpRow, of: Callable[[MeasuredOp], float | None]) -> float | None:
 
 
 def _of_one(row: OpRow, group_by: GroupBy | None) -> dict[str, Any]:
-    """Fields of rows for a single op."""
     if group_by is not None:
         return {}
     ((op, _calls),) = row.members or row.unmeasured
@@ -341,8 +340,6 @@ def progress_lines(op: MeasuredOp, place: int, of: int, columns: int) -> list[st
 
 
 class OpReport(Report):
-    """The report of single ops."""
-
     def lines(self) -> Iterator[str]:
         """The rows by their share of the workload, the largest first (at most the context's `top`), then those without
         times, the sum, and the totals."""

@@ -185,7 +185,6 @@ class OpRow:
 
     @property
     def calls(self) -> int:
-        """Calls of the measured ops."""
         return sum(calls for _op, calls in self.members)
 
     @property

@@ -43,7 +43,6 @@ class ReportEntry:
     device_ns: int | None = None
 
     def row(self) -> dict[str, Any]:
-        """The entry as a JSON object, with only the fields of its status."""
         row: dict[str, Any] = {
             "kind": "op",
             "op": self.op,
@@ -157,12 +156,10 @@ class ImportReport:
             self.notes.append(sentence)
 
     def unique(self) -> dict[Status, int]:
-        """How many distinct calls have each status."""
         found = Counter(entry.status for entry in self.entries.values())
         return {status: found[status] for status in STATUSES}
 
     def calls(self) -> dict[Status, int]:
-        """How many calls have each status."""
         found: Counter[Status] = Counter()
         for entry in self.entries.values():
             found[entry.status] += entry.calls

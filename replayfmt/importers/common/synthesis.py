@@ -68,8 +68,6 @@ class Tensor:
 
 @dataclass
 class Slots:
-    """The slots of one record, in order."""
-
     tensors: list[Tensor] = field(default_factory=list)
     ints: list[int] = field(default_factory=list)
     floats: list[float] = field(default_factory=list)
@@ -89,7 +87,6 @@ class OpForm:
 
 
 def contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
     strides: list[int] = []
     step = 1
     for size in reversed(sizes):
@@ -203,7 +200,6 @@ class ImportedSession:
         self._writer.attach([(role, name, content)])
 
     def code_kernel(self, schema: torch.FunctionSchema, attached: Iterable[tuple[str, str, bytes]]) -> Kernel:
-        """A Triton kernel with its attachments."""
         overload = schema.overload_name or "default"
         kept = self._writer.attach(attached)
         return Kernel(schema.name, overload, printed_schema(schema), KernelKind.triton, kept)

@@ -85,7 +85,6 @@ class Allocations:
         self.devices: list[str] = [""]
 
     def new(self, device: str, made: bool) -> int:
-        """The number of a new allocation."""
         self.bytes.append(0)
         self.made.append(made)
         self.last.append(0)
@@ -123,7 +122,6 @@ class MemoryMap:
                 live.blank = False
 
     def take(self, inputs: Iterable[TracedTensor]) -> list[PlacedTensor]:
-        """Place the arguments of an operator."""
         self.replaced = []
         self.steps += 1
         return [self._given(tensor) for tensor in inputs]

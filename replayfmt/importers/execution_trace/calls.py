@@ -108,8 +108,6 @@ def _uses_of(schema: torch.FunctionSchema | None) -> _OperatorUse:
 
 
 class NodeCalls:
-    """The calls of a trace, in order."""
-
     def __init__(self, operators: Operators) -> None:
         self._operators = operators
         self._reader = ArgumentReader(operators.names)

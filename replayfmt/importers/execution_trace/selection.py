@@ -175,7 +175,6 @@ class ChosenNodes:
     problems: list[str] = field(default_factory=list)
 
     def inside(self, position: int) -> bool:
-        """Whether a node is within a chosen one."""
         return self.fates[position] == _Fate.inside
 
     def path_of(self, position: int) -> MarkPath:

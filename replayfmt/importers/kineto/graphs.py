@@ -90,8 +90,6 @@ class _Node:
 
 @dataclass
 class _Capture:
-    """A capture of a graph in a separate trace."""
-
     file: str
     events: TraceEvents
     window: CaptureWindow

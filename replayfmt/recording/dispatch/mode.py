@@ -339,7 +339,6 @@ class RecordingMode(TorchDispatchMode):
                 raise
 
     def _run_unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator without recording it."""
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         call = self.core.attempt(caller_of, func) or func

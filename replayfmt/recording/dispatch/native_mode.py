@@ -89,7 +89,6 @@ class NativeMode(ObservingMode):
     # ----------------------------------------------------------------------------------------------- called by the hook
 
     def functions(self) -> Functions:
-        """All functions that the hook calls."""
         return Functions(
             self.before,
             self.after,
@@ -165,7 +164,6 @@ class NativeMode(ObservingMode):
 
     @_outermost
     def describe(self, func: Any) -> OperatorForHook | None:
-        """Describe an operator, at its first call."""
         kernel = self.core.calls.kernel_of(func)
         operator = kernel.operator
         fills = kernel.writes == (0,) and operator.overwrites_self and kernel.writes_all(0)

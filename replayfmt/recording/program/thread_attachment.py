@@ -149,7 +149,6 @@ class NextStep:
         return all(slot.held(state.words) not in (None, self._address) for slot in self._slots)
 
     def clear(self, state: ThreadState) -> None:
-        """Remove the function from a thread."""
         for slot in self._slots:
             if slot.held(state.words) == self._address:
                 _give(slot, state, None, None)

@@ -221,7 +221,6 @@ class Threads:
         return call
 
     def begun(self, function: Any) -> None:
-        """The calling thread begins, with `function`."""
         number, ident = own_id(), get_ident()
         self._handled.add(number)
         self._late.discard(number)

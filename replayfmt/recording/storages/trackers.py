@@ -304,7 +304,6 @@ class HostMemory:
             self._new = [each for each in self._new if each() is not None]
 
     def add_external(self, number: int, storage: torch.UntypedStorage) -> None:
-        """Add a storage whose memory torch did not allocate."""
         begin = address_of(storage)
         self._external.add(number, begin, begin + storage.nbytes())
 

@@ -188,7 +188,6 @@ class Streams:
             self._records.on_device(RecordKind.synchronize, torch.device(self.kind, index))
 
     def of(self, stream: torch.Stream) -> tuple[torch.device, int]:
-        """A stream's device and number."""
         number = self._number(stream.device_index, handle_of(stream)) if stream.stream_id else 0
         return stream.device, number
 

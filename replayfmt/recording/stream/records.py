@@ -216,7 +216,6 @@ class Records:
         self._constant((kind, number), lambda: nodes_on_device(kind, number), words)
 
     def event_synchronize(self, event: int) -> None:
-        """The host waited for an event."""
         kind = RecordKind.event_synchronize
         self._constant((kind,), lambda: argument_nodes(kind), (event,))
 

@@ -450,7 +450,6 @@ def _after(
 
 
 def _gather(place: NodePlace, value: Any, found: dict[int, torch.Tensor]) -> None:
-    """The tensors of one result by slot."""
     if not place.tensors:
         return
     if not place.children:

@@ -25,8 +25,6 @@ _GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 
 class MemoryWatch:
-    """Watches from `start` to `read`."""
-
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = [device for device in devices if device.type != accelerators.NOTHING]
         self._host_before: int | None = None

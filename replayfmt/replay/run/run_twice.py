@@ -382,7 +382,6 @@ def _fill_flags() -> dict[bool, ctypes.c_bool]:
 
 
 def _dirty(storages: list[torch.UntypedStorage], fill: int) -> None:
-    """Fill storages before they are released."""
     for storage in storages:
         byte_tensor(storage).fill_(fill)
 

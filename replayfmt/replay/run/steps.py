@@ -224,7 +224,6 @@ class KeepGoing:
 
     @property
     def verdicts(self) -> tuple[OpVerdict, ...]:
-        """Every op's verdict, in order."""
         return tuple(self._verdicts[ordinal] for ordinal in sorted(self._verdicts))
 
     def verdict(self, ordinal: int) -> OpVerdict:

@@ -91,7 +91,6 @@ class Distance:
 
 
 def _larger(one: float | int | None, other: float | int | None) -> float | int | None:
-    """The larger of the known values."""
     if one is None or other is None:
         return other if one is None else one
     return max(one, other)

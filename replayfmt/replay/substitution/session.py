@@ -583,7 +583,6 @@ class _GuardedCall:
         return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
     def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> str:
-        """The arguments on a storage, by its number."""
         names = self._site.kernel.argument_names
         clones, found, known = Clones(), [], 0
         for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
