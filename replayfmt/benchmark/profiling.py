@@ -27,6 +27,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from replayfmt.errors import OpReplayError, ReplayFailed, UsageError
+from replayfmt.format.codes import RecordKind
 from replayfmt.importers.common.json_stream import JsonStream
 from replayfmt.importers.kineto.events import TraceEvents
 from replayfmt.importers.kineto.tree import build
@@ -288,7 +289,9 @@ def check_device(plan: Plan) -> None:
 
 def kernels_of(plan: Plan) -> dict[int, tuple[Launched, ...]]:
     """The device kernels that the capture names, by the ordinal of their op. Raises UsageError if it names none."""
-    captured = dict(_captured(plan))
+    records = plan.reader.records() if plan.reader.summary.annotated else ()
+    found = {each.ordinal: captured_kernels(each.annotation) for each in records if each.kind is RecordKind.op}
+    captured = {ordinal: kernels for ordinal, kernels in found.items() if kernels is not None}
     if not captured:
         raise UsageError(
             f"{FLAG}: {plan.reader.path} has no device kernels for its ops; imported profiler "
@@ -327,18 +330,6 @@ def compare_kernels(
         _verdict(plan, ordinal, kernels, launched, failed.get(ordinal) or reasons.get(ordinal, ""))
         for ordinal, kernels in sorted(captured.items())
     ]
-
-
-def _captured(plan: Plan) -> Iterator[tuple[int, tuple[Launched, ...]]]:
-    reader = plan.reader
-    if not reader.summary.annotated:
-        return
-    for ordinal in range(reader.record_count):
-        record = reader.record(ordinal)
-        if record.kind.name == "op":
-            kernels = captured_kernels(record.annotation)
-            if kernels is not None:
-                yield ordinal, kernels
 
 
 def _verdict(

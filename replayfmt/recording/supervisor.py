@@ -292,8 +292,10 @@ class CapturedProgram:
         unsupported = ", ".join(f"{reason} {count}" for reason, count in sorted(summary.unsupported.items())) or "none"
         scopes = scope_count(names, summary.records.get(RecordKind.scope_begin, 0))
         self._write_manifest()
+        # For a user who did not ask for code in the capture.
+        with_code = f" ({code:,} with code: a replay needs --allow-code)" if code else ""
         text = (
-            f"{self._shown_path}: {counted(ops, 'op')} of {counted(kernels, 'kernel')}{_about_code(code)}, {scopes}, "
+            f"{self._shown_path}: {counted(ops, 'op')} of {counted(kernels, 'kernel')}{with_code}, {scopes}, "
             f"{counted(length, 'byte')}; "
             f"unsupported: {unsupported}"
         )
@@ -325,11 +327,6 @@ class CapturedProgram:
             ", and child processes are not recorded: capture those of multiprocessing with --children=record, and the "
             "command of each other one with its own opreplay-capture"
         )
-
-
-def _about_code(kernels: int) -> str:
-    """What a user has to know who did not ask for code in the capture."""
-    return f" ({kernels:,} with code: a replay needs --allow-code)" if kernels else ""
 
 
 def _flush_files() -> None:

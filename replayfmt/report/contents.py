@@ -567,14 +567,14 @@ def make_contents(reader: CaptureReader, inputs: ReportInputs) -> ReportContents
         printable(os.path.basename(reader.path), 80),
         verification_notes(inputs.benchmarks, inputs.runs, figures.command("run")),
         findings(figures, ops, devices),
-        [*_tiles(figures, inputs), *_memory_tiles(devices)],
+        _tiles(figures, inputs, devices),
         [(name, printable(text, LONGEST_TEXT)) for name, text in summary_facts(reader) if text],
         _warnings(reader, inputs),
         sections,
     )
 
 
-def _tiles(figures: KernelFigures, inputs: ReportInputs) -> list[Tile]:
+def _tiles(figures: KernelFigures, inputs: ReportInputs, devices: list[DeviceMemory]) -> list[Tile]:
     calls = sum(each.calls for each in figures.kernels)
     times = [figures.captured(each).total_ns for each in figures.kernels]
     known = [time for time in times if time is not None]
@@ -595,16 +595,10 @@ def _tiles(figures: KernelFigures, inputs: ReportInputs) -> list[Tile]:
         comparison = inputs.energy.fields("comparison")
         joules = figure_cell(comparison.number("whole_joules_per_run"), "J", "see the section on energy")
         tiles.append(Tile("energy of a replay", joules.text, joules.about))
+    for each in devices[:4]:
+        where, peak = printable(each.device, 40), si(each.peak_bytes, "B")
+        tiles.append(Tile(f"at most alive, {where}", peak, f"at record {each.peak_ordinal:,}"))
     return tiles
-
-
-def _memory_tiles(devices: list[DeviceMemory]) -> list[Tile]:
-    return [
-        Tile(
-            f"at most alive, {printable(each.device, 40)}", si(each.peak_bytes, "B"), f"at record {each.peak_ordinal:,}"
-        )
-        for each in devices[:4]
-    ]
 
 
 def _warnings(reader: CaptureReader, inputs: ReportInputs) -> list[str]:

@@ -186,7 +186,8 @@ class _Functions:
         self._spaces = []
         self._names: set[str] = set()
         for kind in owner.__mro__[:-1] if isinstance(owner, type) else (owner,):
-            names = [name for name, value in vars(kind).items() if _is_function(value)]
+            kinds = property | classmethod | staticmethod
+            names = [name for name, value in vars(kind).items() if callable(value) or isinstance(value, kinds)]
             values = [vars(kind)[name] for name in names]
             self._spaces.append((vars(kind), frozenset(vars(kind)), names, values, _codes(values)))
             self._names.update(names)
@@ -202,10 +203,6 @@ class _Functions:
             for name, now, value, code, before in zip(names, there, values, _codes(values), codes, strict=True):
                 if (now is not value or code is not before) and not _is_hidden(now, value):
                     yield f"{called}.{name}"
-
-
-def _is_function(value: Any) -> bool:
-    return callable(value) or isinstance(value, property | classmethod | staticmethod)
 
 
 def _codes(values: list[Any]) -> list[Any]:

@@ -378,9 +378,9 @@ class JsonStream(Closing):
         offset, text = self.offset, self._text[self._place : end]
         self._careful = _CAREFUL
         for kind, repair in (
-            ("trailing comma", _without_trailing_commas),
+            ("trailing comma", lambda text: _TRAILING_COMMA.sub(lambda found: found.group(1) or "", text)),
             ("bare word", _with_words),
-            ("invalid escape", _with_escapes),
+            ("invalid escape", lambda text: _BAD_ESCAPE.sub(lambda found: found.group(1) or "\\\\", text)),
         ):
             repaired = repair(text)
             if repaired == text:
@@ -451,10 +451,6 @@ class JsonStream(Closing):
         return repr(self._text[self._place : self._place + 40])
 
 
-def _without_trailing_commas(text: str) -> str:
-    return _TRAILING_COMMA.sub(lambda found: found.group(1) or "", text)
-
-
 def _with_words(text: str) -> str:
     def word(found: re.Match[str]) -> str:
         if found.group(1):
@@ -463,7 +459,3 @@ def _with_words(text: str) -> str:
         return replacement if replacement == "null" or replacement == "NaN" else found.group(2) + replacement
 
     return _BARE_WORD.sub(word, text)
-
-
-def _with_escapes(text: str) -> str:
-    return _BAD_ESCAPE.sub(lambda found: found.group(1) or "\\\\", text)

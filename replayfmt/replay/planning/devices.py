@@ -236,9 +236,7 @@ def map_generators(
     Random numbers of a CPU capture are always drawn on the CPU. None if a generator's numbers cannot be drawn on
     the mapped device; a plan that needs one is refused.
     """
-    made: list[torch.Generator | None] = []
-    for generator in captured:
-        made.append(None if generator is None else _generator(generator, devices))
+    made = [None if generator is None else _generator(generator, devices) for generator in captured]
     return (*made, torch.default_generator) if elsewhere else tuple(made)
 
 
