@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,12 @@ import torch
 from in_process import Tools
 
 from replayfmt.benchmark.candidates.judged import judge, run_judge
+from replayfmt.benchmark.candidates.task_calls import synchronize
 from replayfmt.benchmark.candidates.task_cases import Options
 from replayfmt.benchmark.candidates.task_judging import REASONS
 from replayfmt.benchmark.per_op.roofline import Peaks
 
-from .candidates import ADDMM, CHEATS, HONEST, RIGHT, cheat, honest
+from .candidates import ADDMM, CHEATS, HONEST, RIGHT, SOFTMAX, cheat, honest
 from .conftest import Exported
 
 KERNELS = {"addmm": "aten::addmm", "softmax": "aten::_softmax", "mm": "aten::mm"}
@@ -197,6 +199,74 @@ def test_a_kernel_has_a_limit_of_time_and_of_memory(exported: Exported, tmp_path
     verdicts = {name: each["verdict"] for name, each in found.items()}
     assert verdicts == {"hangs": "out of time", "takes much": "out of memory", "fine": "accepted"}
     assert "in the first call of w00.0" in found["hangs"]["text"]
+
+
+RESERVES = """
+import mmap
+ROOM = mmap.mmap(-1, 1 << 38, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+"""
+
+
+@pytest.mark.slow
+def test_addresses_that_a_driver_reserves_are_no_memory(exported: Exported, tmp_path: Path) -> None:
+    """A GPU's reserves addresses for all memory of the machine, in the reference's process, too."""
+    text = RESERVES + honest("addmm", "split sums")
+    options = Options(min_time_s=0, memory_bytes=1 << 30)
+    assert judged(exported(kernel="aten::addmm"), tmp_path, {"a": text}, options)["a"]["verdict"] == "accepted"
+
+
+ONE_PROCESS = """
+import os
+_used = []
+
+
+def in_one_process(function):
+    def call(*args, **kwargs):
+        if os.getpid() not in (_used or [os.getpid()]):
+            raise RuntimeError("Cannot re-initialize the device in a forked process")
+        _used[:] = [os.getpid()]
+        return function(*args, **kwargs)
+
+    return call
+
+
+PROGRAMS = list(map(in_one_process, PROGRAMS))
+"""
+
+
+@pytest.mark.slow
+def test_other_sizes_are_tried_where_a_process_that_uses_a_device_cannot_be_forked(
+    exported: Exported, tmp_path: Path
+) -> None:
+    """A kernel is right with the captured sizes alone."""
+    task = shutil.copytree(exported(kernel="aten::_softmax"), tmp_path / "task")
+    with (task / "reference.py").open("a") as file:
+        file.write(ONE_PROCESS)
+    text = honest("softmax", "by parts").replace(SOFTMAX, SOFTMAX + "    assert all(self.shape)\n")
+    found = judged(task, tmp_path / "c", {"a": text}, Options(min_time_s=0, variants=True))["a"]
+    assert found["verdict"] == "raises" and "0-size" in found["text"], found
+
+
+def test_a_task_of_the_host_leaves_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: pytest.fail("it has begun to use a device"))
+    synchronize()
+
+
+@pytest.mark.slow
+def test_what_is_allowed_hides_nothing_else(exported: Exported, tmp_path: Path) -> None:
+    text = "import torch\n{}" + ADDMM + "    assert mat1.data_ptr() % 16 == 0; return {} * {}\n"
+    state = "torch.set_float32_matmul_precision('high')\n"
+    texts = {
+        f"{times} {name}": text.format(before, RIGHT, times)
+        for times in (1, 2)
+        for name, before in (("aligned", ""), ("state", state))
+    }
+    options = Options(min_time_s=0, allow=("alignment", "global state"))
+    found = judged(exported(kernel="aten::addmm"), tmp_path, texts, options)
+    verdicts = {name: each["verdict"] for name, each in found.items()}
+    assert verdicts == {"1 aligned": "accepted", "1 state": "accepted", "2 aligned": "wrong", "2 state": "wrong"}
 
 
 @pytest.mark.slow

@@ -131,10 +131,11 @@ def in_child(work: Callable[[Callable[..., None]], None], given: str, output: Pa
 
 
 def _limit_memory(room: int) -> None:
+    """Of what can be written, not of addresses: a driver reserves more of these than there is memory."""
     status = Path("/proc/self/statm")
     if room and status.exists():
-        used = int(status.read_text().split()[0]) * mmap.PAGESIZE
-        resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+        used = int(status.read_text().split()[5]) * mmap.PAGESIZE
+        resource.setrlimit(resource.RLIMIT_DATA, (used + room, used + room))
 
 
 @dataclass

@@ -215,10 +215,17 @@ class Judge:
     def __init__(self, task: Task, tell: Callable[..., None]) -> None:
         self.task, self.tell = task, tell
         self.armed = False
+        self.alignment = 1  # bytes that addresses of its arguments may count on, if more than one element
         self._looked: list[str] = []
         self._own = ""
         self.seen: set[int] = set()  # hashes of what it rightly returned in earlier cases
         self.changes = State().changes  # of the functions as they are now
+
+    def note(self, fault: Fault, case: str = "") -> None:
+        """Raises what was found, unless that is allowed: what else is wrong is found, too."""
+        if fault.reason not in self.task.options.allow:
+            raise fault
+        self.tell(**fault.event(case))
 
     def load(self, given: str) -> Callable[..., Any]:
         path, function = split_candidate(given)
@@ -248,10 +255,14 @@ class Judge:
         if not callable(found):
             there = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
             raise Fault("does not load", f"it has no function {name!r}, but {', '.join(there[:8]) or 'none'}")
-        settled("while it was loaded")
+        try:
+            settled("while it was loaded")
+        except Fault as fault:
+            self.note(fault)
         return found
 
     def _launched(self, path: str, entry: str) -> Callable[..., Any]:
+        self.alignment = 16  # a binary by Triton is for addresses that were aligned so, or not, when it was compiled
         try:
             from replayfmt.benchmark.candidates.binaries import launched
         except ImportError as error:
@@ -348,6 +359,11 @@ class CaseJudge:
         self._other = next((each for each in self._variants if each.change is not None), None)
         self._read: dict[str, dict[str, Any]] = {}  # what is expected, by variant, since the last call
         self._calls: list[tuple[str, Outcome]] = []
+        least = "one element" if judge.alignment == 1 else f"{judge.alignment} bytes"
+        self._shifted = f"at addresses that are aligned to {least} only"
+
+    def _note(self, fault: Fault) -> None:
+        self._judge.note(fault, self._case.name)
 
     def judge(self) -> None:
         """Raises Fault for the first thing that is wrong with the captured inputs of a workload, or with others."""
@@ -360,8 +376,8 @@ class CaseJudge:
                 memory.write(content)
             second = self._call("a call with other values at the same addresses", other, memories)
             self._own_memory(first, second)
-        memories = memories_of(case, case.contents, shift=1)
-        shifted = self._call("a call at addresses that are aligned to one element only", CAPTURED, memories)
+        memories = memories_of(case, case.contents, shift=self._judge.alignment)
+        shifted = self._call(f"a call {self._shifted}", CAPTURED, memories)
         memories = memories_of(case, case.contents, canary=0)
         clean = self._call("a call with clean memory", CAPTURED, memories, poison=False)
         self._values(first, second, shifted, clean)
@@ -386,7 +402,10 @@ class CaseJudge:
         self._read.clear()
         with poisoned(poison), self._watched():
             found = run(self._function, self._case, memories, variant.sizes)
-        self._settled(f"in {what}")
+        try:
+            self._settled(f"in {what}")
+        except Fault as fault:
+            self._note(fault)
         self._behaved(what, contents, memories, found, self._expected(variant))
         self._calls.append((what, found))
         return found
@@ -400,18 +419,18 @@ class CaseJudge:
         self, what: str, contents: list[torch.Tensor], memories: list[Memory], found: Outcome, expected: dict[str, Any]
     ) -> None:
         if found.error:
-            aligned = "aligned to one element" in what
-            reason = "out of memory" if found.memory_error else "alignment" if aligned else "raises"
-            raise Fault(reason, f"in {what}: {found.error}")
+            reason = "out of memory" if found.memory_error else "alignment" if self._shifted in what else "raises"
+            self._note(Fault(reason, f"in {what}: {found.error}"))
+            return
         if self._judge.runs_on():
-            raise Fault("late work", f"a thread that it started in {what} still runs when it has returned")
+            self._note(Fault("late work", f"a thread that it started in {what} still runs when it has returned"))
         for place, memory in enumerate(memories):
             side = memory.overwritten()
             if side:
-                raise Fault("writes outside", f"in {what} it wrote {side} argument {self._case.names(place)}")
+                self._note(Fault("writes outside", f"in {what} it wrote {side} argument {self._case.names(place)}"))
         for place, (content, after) in enumerate(zip(contents, found.after, strict=True)):
             if not expected["written"][place] and not torch.equal(content.view(torch.uint8), after):
-                raise Fault("mutates inputs", f"in {what} it wrote argument {self._case.names(place)}")
+                self._note(Fault("mutates inputs", f"in {what} it wrote argument {self._case.names(place)}"))
         self._structure(what, found, expected)
 
     def _structure(self, what: str, found: Outcome, expected: dict[str, Any]) -> None:
@@ -429,25 +448,28 @@ class CaseJudge:
                 text = f"{where} is a {type(value).__name__}, not a torch.Tensor"
                 raise Fault("lazy" if lazy else "structure", text)
             if form_of(value) != expected["forms"][place]:
-                raise Fault("structure", f"{where} is {form_of(value)}, not {expected['forms'][place]}")
+                other = Fault("structure", f"{where} is {form_of(value)}, not {expected['forms'][place]}")
+                if (value.dtype, value.shape) != (wanted.dtype, wanted.shape):
+                    raise other
+                self._note(other)
             if found.places[place] != expected["places"][place]:
                 on = found.places[place]
                 text = "memory of its own" if on is None else f"the memory of argument {self._case.names(on)}"
-                raise Fault("aliasing", f"{where} is on {text}")
+                self._note(Fault("aliasing", f"{where} is on {text}"))
 
     def _own_memory(self, first: Outcome, second: Outcome) -> None:
         known = {each.untyped_storage().data_ptr() for each in _fresh(first) if each.numel()}
         if any(each.untyped_storage().data_ptr() in known for each in _fresh(second) if each.numel()):
             if all(map(torch.equal, _tensors_of(first.values), _tensors_of(second.values))):
                 raise Fault("cached", "a second call with other inputs returned the first call's result")
-            raise Fault("reuses memory", "a second call returned the memory that the first call had returned")
+            self._note(Fault("reuses memory", "a second call returned the memory that the first call had returned"))
 
     def _unchanged(self, what: str, found: Outcome) -> None:
         for place, (value, copy) in enumerate(zip(found.outputs, found.values, strict=True)):
             if isinstance(value, torch.Tensor) and found.places[place] is None:
                 now, then = (each.contiguous().view(-1).view(torch.uint8) for each in (value, copy))
                 if not torch.equal(now, then):
-                    raise Fault("late work", f"result {place} of {what} changed after it was returned")
+                    self._note(Fault("late work", f"result {place} of {what} changed after it was returned"))
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -491,7 +513,8 @@ class CaseJudge:
                 raise Fault("uninitialized", f"memory that was never written changes its outputs: {off}", off)
             raise Fault("uncorrelated" if off.constant else "wrong", str(off), off)
         self._judge.seen.add(_hash(first))
-        self._related(self._expected(CAPTURED), first)
+        if not first.error:
+            self._related(self._expected(CAPTURED), first)
         if self._other is not None and second is not None:
             off = self._off(self._other, second)
             if off is not None:
@@ -503,7 +526,7 @@ class CaseJudge:
         if off_shifted is not None:
             if off_clean is not None:
                 raise Fault("computes once", f"a third call is wrong: {off_shifted}", off_shifted)
-            raise Fault("alignment", f"at addresses that are aligned to one element only: {off_shifted}", off_shifted)
+            raise Fault("alignment", f"{self._shifted}: {off_shifted}", off_shifted)
         if off_clean is not None:
             raise Fault("computes once", f"a fourth call is wrong: {off_clean}", off_clean)
 
@@ -513,8 +536,8 @@ class CaseJudge:
             raise Fault(reason, f"with {variant.name}: {off}", off)
 
     def _off(self, variant: Variant, found: Outcome) -> Difference | None:
-        """The first output that is too far off."""
-        return self._apart(self._expected(variant), variant.contents(self._case), found)
+        """The first output that is too far off. None where there is none, as it raised."""
+        return None if found.error else self._apart(self._expected(variant), variant.contents(self._case), found)
 
     def _apart(self, expected: dict[str, Any], contents: list[torch.Tensor], found: Outcome) -> Difference | None:
         wanted = flat_outputs(Outcome(values=expected["values"], after=expected["after"]), contents)
