@@ -18,9 +18,9 @@ from triton.compiler import ASTSource
 
 import replayfmt
 from replayfmt.benchmark.candidates.binaries import launched
-from replayfmt.benchmark.candidates.task_calls import memories_of, run
-from replayfmt.benchmark.candidates.task_cases import Case, load_task
-from replayfmt.benchmark.candidates.task_judging import split_candidate
+from replayfmt.benchmark.candidates.task_calls import Task, memories_of, run
+from replayfmt.benchmark.candidates.task_cases import Case, Options, load_task
+from replayfmt.benchmark.candidates.task_judging import CaseJudge, Fault, Judge, split_candidate
 from replayfmt.dump.selection import OpSelection
 from replayfmt.errors import OpReplayError
 from replayfmt.export.kernel_task import write_task
@@ -86,9 +86,9 @@ def replayed(capture: Path, request: str, does: Any = None, *, allow_code: bool 
     return {"outcome": result.outcome, "launches": driver.launches, "loaded": [each.hex() for each in driver.loaded]}
 
 
-def judged(capture: Path, folder: Path, request: str) -> dict[str, Any]:
-    """What the cubin of a request does as a candidate for a task of the kernel."""
-    driver = install(ARCH, DOES)
+def judged(capture: Path, folder: Path, request: str, does: Any = None) -> dict[str, Any]:
+    """What the cubin of a request does as a candidate for a task of the kernel, and what its judge says."""
+    driver = install(ARCH, {**DOES, **(does or {})})
     with tempfile.TemporaryDirectory(dir=folder) as out, replayfmt.Plan(capture, allow_code=True) as plan:
         task_folder = Path(out) / "task"
         write_task(plan, str(task_folder), OpSelection(kernel=(NAME,)), TaskOptions(allow_code=True))
@@ -102,7 +102,18 @@ def judged(capture: Path, folder: Path, request: str) -> dict[str, Any]:
             return {"error": str(error), "launches": driver.launches}
         assert not outcome.error, outcome.error
         doubled = bool((outcome.after[0].view(torch.float32) == 2 * case.contents[0]).all())
-        return {"doubled": doubled, "launches": driver.launches}
+        launches = list(driver.launches)
+        told: list[dict[str, Any]] = []
+        checked = Task(task_folder, Options(min_time_s=0))
+        checked.scratch = Path(out)
+        checked.prepare(lambda **event: told.append(event))
+        checked.take(told)
+        judge = Judge(checked, lambda **event: None)
+        try:
+            CaseJudge(judge, judge.load(f"{path}:{function}"), case, checked.variants(case)).judge()
+        except Fault as fault:
+            return {"doubled": doubled, "launches": launches, "fault": [fault.reason, fault.text]}
+        return {"doubled": doubled, "launches": launches, "fault": None}
 
 
 def main() -> None:
@@ -149,6 +160,7 @@ def main() -> None:
     found["wrong"] = replayed(capture, requests["twofold"], {"twofold": triple})
     found["without leave"] = replayed(capture, requests["twofold"], allow_code=False)
     found |= {f"candidate {name}": judged(capture, folder, requests[name]) for name in sys.argv[2:]}
+    found["wrong candidate"] = judged(capture, folder, requests["named"], {"twofold": triple})
     found["cubins"] = {path.stem: path.read_bytes().hex() for path in (ours, by_nvcc) if path.exists()}
     print(json.dumps(found))
 

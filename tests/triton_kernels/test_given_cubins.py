@@ -96,7 +96,12 @@ def test_a_cubin_is_a_candidate_for_a_task_as_it_is_for_a_replay(found: dict[str
     if why in REFUSED:
         assert re.search(REFUSED[why], result["error"]) and result["launches"] == []
     else:
-        assert result == {"doubled": True, "launches": [["twofold", [2, 1, 1], 1]]}
+        assert result == {"doubled": True, "launches": [["twofold", [2, 1, 1], 1]], "fault": None}
+
+
+def test_a_cubin_that_computes_something_else_is_no_candidate(found: dict[str, Any]) -> None:
+    reason, text = found["wrong candidate"]["fault"]
+    assert reason == "wrong" and "argument x" in text and not found["wrong candidate"]["doubled"]
 
 
 def test_devices_that_a_cubin_runs_on() -> None:
