@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -21,9 +20,6 @@ import torch
 from figures import DEVICE, NEEDS_GPU, ON_GPU, WORK, captured, needs_gpu, replays, tell, telling
 from goals import STREAM_CASES
 from programs import Training
-
-import replayfmt
-from replayfmt.errors import OpReplayError
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -43,7 +39,6 @@ def compiled() -> None:
             "replayfmt.pytorch.triton.compiled.StoredBinary.mismatch", lambda *_: "the source was asked for"
         ):
             replays(source, path, allow_code=True)
-    triton_program()
     with telling(name := prefix.format("CUDA graph trees")):
         if not needs_gpu(name):  # on the host this and the next are the default mode, and take long to compile
             torch.compiler.reset()
@@ -77,41 +72,6 @@ def _compiled(path: Path, **options: Any) -> None:
     for _ in range(3):
         work.step()
     captured(path, work.step)
-
-
-def triton_program() -> None:
-    names = [
-        f"Triton program: {what}"
-        for what in ("replays bit for bit", "a right replacement is accepted", "a wrong replacement is rejected")
-    ]
-    with telling(*names):
-        import triton_kernels as kernels
-
-        x, y, out = (torch.randn(1 << 12, device=DEVICE) for _ in range(3))
-        path = WORK / "triton.opreplay"
-        captured(path, lambda: kernels.add[(4,)](x, y, out, 1 << 12, BLOCK=1024) and None)
-        replays(names[0], path, "bitwise", allow_code=True)
-        for name, text, accepted in (
-            (names[1], "    out.copy_(x + y)\n", True),
-            (names[2], "    out.copy_(x - y)\n", False),
-        ):
-            file = WORK / f"replacement_{accepted}.py"
-            file.write_text(f"def add(x, y, out, n{_grid_of(path)}):\n{text}")
-            try:
-                with replayfmt.Plan(path, allow_code=True, substitutions=[f"triton::add={file}"]) as plan:
-                    outcome = plan.execute(verify="auto").outcome
-            except OpReplayError as error:
-                outcome = f"{type(error).__name__}: {error}"[:300]
-            rejected = outcome.startswith("SubstitutionRejected")
-            tell(name, (outcome == "ok") if accepted else rejected, outcome=outcome)
-
-
-def _grid_of(path: Path) -> str:
-    """Parameters of the captured kernel after its own four, as its schema names them."""
-    with replayfmt.open(path) as reader:
-        (schema,) = [each.schema for each in reader.kernels if each is not None and each.name == "triton::add"]
-    names = re.findall(r"(\w+)(?=[,)=])", schema[schema.index("(") : schema.rindex("->")])
-    return "".join(f", {name}=None" for name in names if name not in ("x", "y", "out", "n", "a0"))
 
 
 # ------------------------------------------------------------------------------------------------------------- streams

@@ -113,13 +113,22 @@ def _figures() -> list[Figure]:
     ]
     for name in ("default, from binaries", "default, from source", "max-autotune", "CUDA graph trees"):
         found.append(_yes("compiled", f"compiled, {name}: replays as captured"))
+    for what in (
+        "replays bit for bit",
+        "a right replacement is accepted",
+        "a wrong replacement is rejected",
+        "a right cubin is accepted",
+        "a wrong cubin is rejected",
+        "--autotune=again replays as captured",
+        "its task's judge accepts what is right and rejects what is wrong",
+    ):
+        found.append(_yes("triton", f"Triton program: {what}"))
     found += [
-        _yes("compiled", "Triton program: replays bit for bit"),
-        _yes("compiled", "Triton program: a right replacement is accepted"),
-        _yes("compiled", "Triton program: a wrong replacement is rejected"),
+        _yes("triton", f"--guard: {what}") for what in ("a right kernel is not blamed", "a write beside is found")
     ]
     found += [_yes("streams", f"streams, {case}: replays as captured") for case in STREAM_CASES]
     found += [_yes("ranks", f"one rank, {how}: replays as captured") for how in ("alone", "by torchrun")]
+    found.append(_yes("ranks", "per op, shared out to two processes: each measures a part"))
     found += [
         _yes("tests", "tests marked gpu: all are collected"),
         Figure("tests", "tests marked gpu: passed, of those that ran", at_least=1),
@@ -147,6 +156,7 @@ STEPS = {
     "streams": 30,
     "probes": 20,
     "energy": 65,
+    "triton": 60,
     "compiled": 75,
     "ranks": 60,
     "tests": 150,

@@ -13,6 +13,7 @@ MODULES = {
     "per_op": "kernel_steps",
     "probes": "kernel_steps",
     "energy": "kernel_steps",
+    "triton": "triton_steps",
     "compiled": "code_steps",
     "streams": "code_steps",
     "ranks": "rank_steps",
