@@ -34,11 +34,11 @@ def compiled() -> None:
     with telling(binaries, source, share=0.8):  # what compiles first takes longest
         path = WORK / "compiled.opreplay"
         _compiled(path)
-        replays(binaries, path, allow_code=True)
+        replays(binaries, path, said="launched from the stored binary" if ON_GPU else "", allow_code=True)
         with mock.patch(
             "replayfmt.pytorch.triton.compiled.StoredBinary.mismatch", lambda *_: "the source was asked for"
         ):
-            replays(source, path, allow_code=True)
+            replays(source, path, said="the source was asked for" if ON_GPU else "", allow_code=True)
     with telling(name := prefix.format("CUDA graph trees")):
         if not needs_gpu(name):  # on the host this and the next are the default mode, and take long to compile
             torch.compiler.reset()

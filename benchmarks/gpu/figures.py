@@ -167,12 +167,17 @@ def captured(path: Path, program: Callable[[], object], **options: Any) -> Any:
         return program()
 
 
-def verified(path: Path, verify: str = "auto", **options: Any) -> dict[str, Any]:
-    """What a verified replay finds, as figures of a row: `ok` is 1 if nothing differs."""
+def verified(path: Path, verify: str = "auto", said: str = "", **options: Any) -> dict[str, Any]:
+    """What a verified replay finds, as figures of a row: `ok` is 1 if nothing differs, and a note says what was to be
+    said."""
     with replayfmt.Plan(path, **options) as plan:
         result = plan.execute(verify=verify)  # type: ignore[arg-type]
         return {
-            "ok": float(result.outcome == "ok" and result.verification.mode != "none"),
+            "ok": float(
+                result.outcome == "ok"
+                and result.verification.mode != "none"
+                and any(said in note for note in ("", *result.notes))
+            ),
             "outcome": result.outcome,
             "verified": result.verified[:300],
             "nondeterministic": list(result.nondeterministic[:20]),
@@ -182,9 +187,9 @@ def verified(path: Path, verify: str = "auto", **options: Any) -> dict[str, Any]
         }
 
 
-def replays(what: str, path: Path, verify: str = "auto", **options: Any) -> None:
-    """Tell whether a capture replays without a difference."""
-    found = verified(path, verify, **options)
+def replays(what: str, path: Path, verify: str = "auto", said: str = "", **options: Any) -> None:
+    """Tell whether a capture replays without a difference, in the way that a note says."""
+    found = verified(path, verify, said, **options)
     tell(what, found.pop("ok"), **found)
 
 
