@@ -149,7 +149,6 @@ def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
     from replayfmt.benchmark.candidates.judged import find_candidates, judge
     from replayfmt.benchmark.candidates.task_cases import Options
     from replayfmt.benchmark.candidates.task_judging import REASONS
-    from replayfmt.benchmark.measure import largest_flush
     from replayfmt.benchmark.per_op.roofline import Peaks
     from replayfmt.benchmark.statistics import parse_min_time
 
@@ -169,7 +168,6 @@ def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
         guard=given["guard"],
         allow=given["allow_reason"],
         min_time_s=min_time.seconds if min_time is not None and min_time.seconds is not None else 0.05,
-        cold_bytes=largest_flush() if given["inputs"] == "cold" else 0,
         timeout_s=given["candidate_timeout"],
         memory_bytes=given["candidate_memory"],
     )
@@ -187,6 +185,7 @@ def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
             options,
             lambda device: Peaks(device, torch.get_num_threads()),
             replayed if given["end_to_end"] else None,
+            cold=given["inputs"] == "cold",
         )
         text = json.dumps(report.document(), indent=1) + "\n"
         if write is not None:

@@ -79,8 +79,7 @@ class CacheFlush:
         for device in devices:
             if device.type == "meta":
                 continue
-            cache = _device_cache(device) if is_accelerator(device) else largest_cache(Path("/"))
-            size = _TIMES_THE_CACHE * cache if cache else _UNKNOWN_CACHE_BYTES
+            cache, size = _cache_and_flush(device)
             self._buffers.append(torch.zeros(size, dtype=torch.uint8, device=device))
             of = f"its last-level cache has {cache / _MIB:.4g} MiB" if cache else "the size of its caches is not known"
             described.append(f"{device}: {size / _MIB:.4g} MiB are rewritten before each; {of}")
@@ -92,9 +91,14 @@ class CacheFlush:
             buffer.add_(1)
 
 
-def largest_flush() -> int:
-    """How many bytes empty the host's caches when they are rewritten."""
-    return _TIMES_THE_CACHE * (largest_cache(Path("/")) or 0) or _UNKNOWN_CACHE_BYTES
+def flush_bytes(devices: Sequence[torch.device]) -> int:
+    """How many bytes empty the caches of each of these devices when they are rewritten there."""
+    return max(_cache_and_flush(device)[1] for device in devices)
+
+
+def _cache_and_flush(device: torch.device) -> tuple[int | None, int]:
+    cache = _device_cache(device) if is_accelerator(device) else largest_cache(Path("/"))
+    return cache, _TIMES_THE_CACHE * cache if cache else _UNKNOWN_CACHE_BYTES
 
 
 def _device_cache(device: torch.device) -> int | None:

@@ -3,13 +3,14 @@
 import json
 import math
 from itertools import count, cycle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from replayfmt.benchmark import measure as inputs_module
-from replayfmt.benchmark.measure import CacheFlush, Options, default_inputs, describe_inputs, measure
+from replayfmt.benchmark.measure import CacheFlush, Options, default_inputs, describe_inputs, flush_bytes, measure
 from replayfmt.benchmark.meters import Clock, _step_and_cost
 from replayfmt.benchmark.per_op.measuring import measure_ops
 from replayfmt.benchmark.per_op.results import OpOptions
@@ -255,6 +256,14 @@ def test_a_flush_is_larger_than_the_cache_or_says_that_its_size_is_not_known(mon
         "cold: cpu: 1 MiB are rewritten before each; the size of its caches is not known"
     )
     assert default_inputs([cpu]) == "hot" and default_inputs([cpu, torch.device("cuda", 0)]) == "cold"
+
+
+def test_what_a_kernel_task_rewrites_empties_the_caches_of_its_devices_not_the_hosts(monkeypatch):
+    gpu = SimpleNamespace(get_device_properties=lambda _device: SimpleNamespace(L2_cache_size=60 << 20))
+    monkeypatch.setattr(inputs_module, "device_module", lambda _kind: gpu)
+    monkeypatch.setattr(inputs_module, "largest_cache", lambda _root: 32 << 20)
+    host, device = torch.device("cpu"), torch.device("cuda", 0)
+    assert [flush_bytes(each) >> 20 for each in ([device], [host], [host, device])] == [120, 64, 120]
 
 
 def test_the_step_of_a_clock_is_not_what_reading_it_costs():

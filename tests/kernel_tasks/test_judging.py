@@ -281,7 +281,7 @@ def test_accepted_kernels_are_ranked_by_the_whole_workload_and_by_the_replay(
     (folder / "c.py").write_text(cheat("zeros", ""))
     task, out = exported(kernel="aten::addmm"), tmp_path / "out.json"
     flags = (f"--candidates={folder}", f"--end-to-end={capture}", f"--benchmark-out={out}")
-    done = tools("benchmark", "--compare", *flags, "--benchmark-min-time=0.05s", task)
+    done = tools("benchmark", "--compare", "--inputs=cold", *flags, "--benchmark-min-time=0.05s", task)
     assert done.code == 1, "one is rejected"
     found = json.loads(out.read_text())
     assert [Path(each["candidate"]).name for each in found["candidates"]] == ["b.py", "a.py", "c.py"]

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from replayfmt.errors import ReplayFailed, UsageError
 from replayfmt.pytorch import device_work, guards, rounding
 
 from ..machine import GpuWatch, gpu_caveats, gpu_lines
+from ..measure import flush_bytes
 from ..per_op.groups import CallWork
 from ..per_op.roofline import Peaks, above_the_roof, peak_caveats, place
 from ..statistics import PairedComparison, compare_pairs, duration
@@ -276,8 +277,10 @@ def judge(
     options: task_cases.Options,
     make_peaks: Callable[[torch.device], Peaks],
     end_to_end: EndToEnd | None = None,
+    cold: bool = False,
 ) -> JudgeReport:
-    """Judge candidates for the task in a folder; without any, the reference alone is checked and timed."""
+    """Judge candidates for the task in a folder; without any, the reference alone is checked and timed. With `cold`
+    what the caches of the task's devices hold is replaced before each timed call."""
     try:
         task = task_cases.load_task(Path(folder))
     except (OSError, ValueError) as error:
@@ -285,7 +288,10 @@ def judge(
     if end_to_end is not None and task["kind"] == "fusion":
         raise UsageError("--end-to-end is for tasks of one kernel: several ops cannot be substituted in a replay")
     devices = {storage["device"] for each in task["workloads"] for storage in each["storages"]} or {"cpu"}
-    gpus = GpuWatch([torch.device(device) for device in sorted(devices)])
+    used = [torch.device(device) for device in sorted(devices)]
+    if cold:
+        options = replace(options, cold_bytes=flush_bytes(used))
+    gpus = GpuWatch(used)
     gpus.begin()
     found = run_judge(folder, [*candidates, check_script.REFERENCE], options)
     gpus.end()
@@ -296,7 +302,7 @@ def judge(
             if each.accepted:
                 each.end_to_end = end_to_end(each.found["candidate"], task)
     times = {row["workload"]: float(np.median(row["times_ns"]["reference"])) for row in alone["timed"]}
-    peaks = {device: make_peaks(torch.device(device)) for device in sorted(devices)} if times else {}
+    peaks = {str(device): make_peaks(device) for device in used} if times else {}
     return JudgeReport(task, found["reference"], sorted(judged, key=Judged.rank_key), peaks, times, gpus.rows())
 
 
