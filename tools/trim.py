@@ -20,7 +20,7 @@ import click
 
 from replayfmt.dump.selection import OpSelection
 from replayfmt.errors import ReplayFailed, ReplayMismatch, ReplayRefused, UsageError
-from replayfmt.format.output import check_place
+from replayfmt.format.output import check_place, make_folder
 from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import counted
 from replayfmt.replay.results import Verification
@@ -198,7 +198,7 @@ def _trim_ranks(context: click.Context, folder: str, out: str, force: bool) -> N
     if os.path.realpath(folder) == os.path.realpath(out):
         raise UsageError(f"{out}: is the folder to trim; name another one")
     made = not os.path.exists(out)
-    os.makedirs(out, exist_ok=True)
+    make_folder(out)
     try:
         for path in (*(rank_file(out, rank) for rank in ranks), os.path.join(out, MANIFEST)):
             check_place(path, force)

@@ -72,6 +72,15 @@ def check_folder(name: str) -> None:
         raise CaptureFailed(f"{name}: files cannot be created in {folder}: {reason}")
 
 
+def make_folder(path: str | os.PathLike[str]) -> None:
+    """Make a folder, and those that it is in, unless they are there. Raises CaptureFailed."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        name = os.fspath(path) or "a folder without a name"
+        raise CaptureFailed(f"{name}: cannot be made: {error.strerror}") from None
+
+
 RANK_FILE = "rank{rank}.opreplay"  # in the folder of all ranks
 
 

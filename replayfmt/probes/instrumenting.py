@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from replayfmt.errors import CaptureFailed, LibraryMissing, ReplayRefused, UsageError
+from replayfmt.errors import LibraryMissing, ReplayRefused, UsageError
 from replayfmt.format.attachments import contents_of, roles_of
-from replayfmt.format.output import check_place, new_file
+from replayfmt.format.output import check_place, make_folder, new_file
 from replayfmt.format.reader import open_capture
 
 from .costs import predicted_bytes
@@ -234,10 +234,7 @@ def write_instrumented(made: InstrumentedKernel, folder: str | os.PathLike[str],
     }
     if made.counting is not None:
         content["counting.ptx"] = made.counting.text.encode()
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CaptureFailed(f"{place}: cannot be created: {error.strerror}") from None
+    make_folder(place)
     for name in content:
         check_place(place / name, force)
     for name, text in content.items():

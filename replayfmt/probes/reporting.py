@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replayfmt.errors import CaptureFailed, UsageError
-from replayfmt.format.output import check_place, new_file
+from replayfmt.errors import UsageError
+from replayfmt.format.output import check_place, make_folder, new_file
 
 from . import pictures
 from .costs import LAYOUTS, PredictedLaunch, evaluate_counts, evaluate_latency, evaluate_memory, evaluate_overhead
@@ -99,10 +99,7 @@ def write_report(
     if picture:
         kind = KINDS[result.kind]
         content |= pictures_of(lambda figure: kind.draw(result, figure), *kind.inches)
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CaptureFailed(f"{place}: cannot be created: {error.strerror}") from None
+    make_folder(place)
     paths = {ending: place / f"{result.kind}.{ending}" for ending in content}
     for path in paths.values():
         check_place(path, force)

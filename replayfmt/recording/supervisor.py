@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, UsageError
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.output import RANK_FILE, check_place, identity, is_folder, remove, same_file
+from replayfmt.format.output import RANK_FILE, check_place, identity, is_folder, make_folder, remove, same_file
 from replayfmt.format.validation import counted, printable, scope_count
 from replayfmt.native.ending import prepare
 
@@ -62,7 +62,7 @@ def output_path(template: str, environment: dict[str, str], pid: int) -> str:
             above, host = os.path.split(folder)
             of_host = [host] if host == platform.node() else []
             template = os.path.join(above if of_host else folder, f"restart{restarts}", *of_host, name)
-        os.makedirs(os.path.dirname(template), exist_ok=True)
+        make_folder(os.path.dirname(template))
     elif restarts:
         stem, ending = os.path.splitext(template)
         template = f"{stem}.restart{restarts}{ending}"

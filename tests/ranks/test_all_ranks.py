@@ -229,6 +229,9 @@ def test_the_same_part_of_every_rank_is_trimmed_and_replays_together(
     assert not (tmp_path / "part").exists()
     itself = tools("trim", "out/", "out", "--scope=step", "--force")
     assert itself.code == 2 and "name another" in itself.err
+    for place in ("out/rank0.opreplay", ""):
+        nowhere = tools("trim", "out/", place, "--scope=step", "--force")
+        assert nowhere.code == 1 and "cannot be made" in nowhere.err, nowhere.err
     for code in (0, 1):  # the second time the files are there
         done = tools("trim", "out/", "part/", "--scope=step")
         assert done.code == code, done.err
