@@ -417,17 +417,16 @@ class ProbePlan:
     @property
     def table(self) -> ResultTable:
         """A row for each launch: its records and their bytes."""
-        rows: list[tuple[Cell, ...]] = []
-        for launch in self.launches:
-            rows.append(
-                (
-                    launch.ordinal,
-                    " ".join(map(str, launch.shape.grid)),
-                    " ".join(map(str, launch.shape.block)),
-                    self._rows(launch.shape) if not self.made.probe.each_site else Unmeasured("counted first"),
-                    self.bytes_of(launch.shape),
-                )
+        rows: list[tuple[Cell, ...]] = [
+            (
+                launch.ordinal,
+                " ".join(map(str, launch.shape.grid)),
+                " ".join(map(str, launch.shape.block)),
+                self._rows(launch.shape) if not self.made.probe.each_site else Unmeasured("counted first"),
+                self.bytes_of(launch.shape),
             )
+            for launch in self.launches
+        ]
         return ResultTable("launches", ("ordinal", "grid", "block", "records", "needed_bytes"), rows)
 
     def _rows(self, shape: LaunchShape) -> int:

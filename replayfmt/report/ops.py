@@ -13,6 +13,7 @@ import numpy as np
 
 from replayfmt.dump.row_templates import device_metas
 from replayfmt.format.codes import RecordKind
+from replayfmt.format.model import calls_in
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.signature_text import SignatureIndex
 
@@ -153,14 +154,13 @@ class _Reading:
             return calls, streams
         notes = frame.annotation[rows]
         for row in np.flatnonzero(notes).tolist():
-            note = self._reader.annotation(int(notes[row])) or {}
-            if "count" in note:
-                calls[row] = self._reader.record(int(rows[row]) + frame.first_ordinal).calls
+            note, ordinal = self._reader.annotation(int(notes[row])) or {}, int(rows[row]) + frame.first_ordinal
+            calls[row] = calls_in(note, ordinal)
             stream = note.get("stream")
             if isinstance(stream, int):
                 streams[row] = self._stream(str(stream))
             if calls[row] == 1:
-                self._note_kernels(note.get("device_kernels"), int(rows[row]) + frame.first_ordinal)
+                self._note_kernels(note.get("device_kernels"), ordinal)
         return calls, streams
 
     def _note_kernels(self, listed: object, ordinal: int) -> None:
