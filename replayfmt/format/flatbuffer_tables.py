@@ -7,7 +7,7 @@ fields of a table in order; reading and building go by it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import flatbuffers
@@ -260,8 +260,22 @@ _PREPEND: dict[str, str] = {
 
 
 def build(layout: TableLayout, values: Mapping[str, Value | None]) -> memoryview:
+    """What `build_in_parts` makes."""
+    parts = build_in_parts(layout, values)
+    while True:
+        try:
+            next(parts)
+        except StopIteration as made:
+            return made.value
+
+
+_PART_BYTES = 128 << 10  # of columns that are placed at once
+
+
+def build_in_parts(layout: TableLayout, values: Mapping[str, Value | None]) -> Generator[None, None, memoryview]:
     """A body whose root is a table with these fields: an int for a scalar, bytes for a string, and for a vector an
-    array of just its type, or a sequence of strings or of (key, value). None is a field that is absent.
+    array of just its type, or a sequence of strings or of (key, value). None is a field that is absent. Yields between
+    parts of the work.
 
     Raises ValueError if a value is not of its field's type, or a required field is absent.
     """
@@ -272,11 +286,15 @@ def build(layout: TableLayout, values: Mapping[str, Value | None]) -> memoryview
     # Room for all columns at once: the builder would otherwise double and copy its buffer again and again.
     columns = [value.nbytes + 16 for value in given.values() if isinstance(value, np.ndarray)]
     builder = flatbuffers.Builder(sum(columns) + 1024)
-    places = {
-        name: _place(builder, f"{layout.name}.{name}", layout.fields[name], value)
-        for name, value in given.items()
-        if layout.fields[name].type not in SCALARS
-    }
+    places, placed = {}, 0
+    for name, value in given.items():
+        if layout.fields[name].type in SCALARS:
+            continue
+        places[name] = _place(builder, f"{layout.name}.{name}", layout.fields[name], value)
+        placed += value.nbytes if isinstance(value, np.ndarray) else 0
+        if placed >= _PART_BYTES:
+            placed = 0
+            yield
     builder.StartObject(len(layout.fields))
     for name, value in given.items():
         field = layout.fields[name]

@@ -39,7 +39,7 @@ from .output import Output
 Buffer = bytes | bytearray | memoryview
 
 _COMPRESSED_KINDS = frozenset({FrameKind.tables, FrameKind.records})
-_COMPRESSED_BYTES = 256 << 10  # of a frame at once
+_COMPRESSED_BYTES = 128 << 10  # of a frame at once
 
 
 def _compressor() -> zstandard.ZstdCompressor:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .codes import ITEM_BYTES, UNKNOWN_NS, DType, StorageOrigin
-from .flatbuffer_tables import RECORDS, build
+from .flatbuffer_tables import RECORDS, build_in_parts
 from .frames import MAX_BODY_BYTES, MAX_FRAME_RECORDS, MAX_LENGTH
 from .signature_layout import COLUMNS
 
@@ -254,6 +254,7 @@ def encode_records(
     }
     if optional["placement"] is not None and not optional["placement"].any():
         optional["placement"] = None
+    yield
     tensors = _column(given.tensors, np.uint64, "tensors")
     ints, floats = _column(given.ints, np.int64, "ints"), _column(given.floats, np.float64, "floats")
     expected_slots: list[int] = slot_counts.take(signature, axis=1).sum(axis=1).tolist()
@@ -274,18 +275,21 @@ def encode_records(
     ids, tensor_slots = _distinct(tensors)
     yield
     rows = _tensor_rows(ids, given.tensor_definitions)
-    _limit(rows[:, 0], 0, bounds.next_storage + born - 1, "tensor storage")
-    _limit(rows[:, 1], 0, MAX_LENGTH, "tensor offset")
-    _limit(rows[:, 2], 1, bounds.metas, "tensor meta")
+    storage, offset, meta = rows
+    _limit(storage, 0, bounds.next_storage + born - 1, "tensor storage")
+    _limit(offset, 0, MAX_LENGTH, "tensor offset")
+    _limit(meta, 1, bounds.metas, "tensor meta")
 
     yield
     base, delta, gap_position, gap_ns = _times(start)
-    body = build(
+    scope, thread = column("scope", count, 0, bounds.scopes), column("thread", count)
+    yield
+    body = yield from build_in_parts(
         RECORDS,
         {
             "signature": signature,
-            "scope": column("scope", count, 0, bounds.scopes),
-            "thread": column("thread", count),
+            "scope": scope,
+            "thread": thread,
             "start_delta_ns": delta,
             "gap_position": gap_position if gap_position.size else None,
             "gap_ns": gap_ns if gap_ns.size else None,
@@ -295,9 +299,9 @@ def encode_records(
             "ints": ints,
             "floats": floats,
             "tensor_id": ids,
-            "tensor_storage": rows[:, 0].astype(np.uint64),
-            "tensor_offset": rows[:, 1],
-            "tensor_meta": rows[:, 2].astype(np.uint32),
+            "tensor_storage": storage.astype(np.uint64),
+            "tensor_offset": offset,
+            "tensor_meta": meta.astype(np.uint32),
             "storage_bytes": storage_bytes,
             "storage_device": column("storage_device", born, 1, bounds.devices),
             "storage_origin": storage_origin,
@@ -311,26 +315,27 @@ def encode_records(
 
 
 def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What np.unique(values, return_inverse=True) gives, in linear time where most values are close to the largest."""
+    """What np.unique(values, return_inverse=True) gives, in linear time where the values lie close together, or in few
+    groups of which that is true."""
     if not values.size:
         return values, np.zeros(0, np.int64)
-    top = int(values.max())
-    base = max(top - 4 * len(values), 0)
-    recent = values >= base
-    if int(np.count_nonzero(recent)) * 4 < len(values):
+    recent = values >= np.uint64(max(int(values.max()) - 4 * len(values), 0))
+    near = values[recent]
+    if len(near) * 4 < len(values):
         return np.unique(values, return_inverse=True)
-    seen = np.zeros(top - base + 1, bool)
-    near = (values[recent] - np.uint64(base)).astype(np.int64)
-    seen[near] = True
-    old, old_slots = np.unique(values[~recent], return_inverse=True)
+    base = near.min()
+    places = (near - base).astype(np.int64)
+    seen = np.zeros(int(places.max()) + 1, bool)
+    seen[places] = True
+    old, old_slots = _distinct(values[~recent])
     slots = np.empty(len(values), np.int64)
-    slots[recent] = (np.cumsum(seen) - 1 + len(old))[near]
+    slots[recent] = (np.cumsum(seen) - 1 + len(old))[places]
     slots[~recent] = old_slots
-    return np.concatenate((old, np.flatnonzero(seen).astype(np.uint64) + np.uint64(base))), slots
+    return np.concatenate((old, np.flatnonzero(seen).astype(np.uint64) + base)), slots
 
 
 def _tensor_rows(ids: np.ndarray, definitions: Mapping[int, tuple[int, int, int]] | np.ndarray) -> np.ndarray:
-    """Storage, offset and meta of each tensor: int64[n, 3]."""
+    """Storage, offset and meta of each tensor: int64[3, n]."""
     if ids.size and not ids[0]:
         raise ValueError("tensor ids count from 1")
     if isinstance(definitions, np.ndarray):
@@ -340,10 +345,10 @@ def _tensor_rows(ids: np.ndarray, definitions: Mapping[int, tuple[int, int, int]
         found[found] = definitions[places[found], 0] == wanted[found]
         if not found.all():
             raise ValueError(f"tensor {int(wanted[~found][0])} has no definition")
-        return definitions[places, 1:]
+        return definitions[:, 1:].T.take(places, axis=1)
     try:
         flat = chain.from_iterable(map(definitions.__getitem__, ids.tolist()))
-        return np.fromiter(flat, np.int64, 3 * len(ids)).reshape(-1, 3)
+        return np.fromiter(flat, np.int64, 3 * len(ids)).reshape(-1, 3).T
     except KeyError as error:
         raise ValueError(f"tensor {error} has no definition") from None
 

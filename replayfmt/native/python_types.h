@@ -47,7 +47,7 @@ inline py::object python_types() {
   py::class_<Rows>(scope, "Rows", py::module_local())
       .def("__len__", &Rows::length)
       .def("append", &Rows::append)
-      .def("first", &Rows::first)
+      .def("part", &Rows::part)
       .def("drop", &Rows::drop);
   py::class_<GeneratedKernel, std::shared_ptr<GeneratedKernel>>(scope, "GeneratedKernel", py::module_local())
       .def("caller", &kernel_caller)

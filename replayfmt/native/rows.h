@@ -53,14 +53,19 @@ class Rows {
     std::lock_guard<std::mutex> lock(mutex_);
     return ends_.size();
   }
-  // The words of the first `count` rows, and where each row ends.
-  py::tuple first(size_t count) {
+  // The words of `count` rows from `begin` on, and where each row ends in them.
+  py::tuple part(size_t begin, size_t count) {
     Words words, ends;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      count = std::min(count, ends_.size());
-      ends.assign(ends_.begin(), ends_.begin() + static_cast<std::ptrdiff_t>(count));
-      words.assign(words_.begin(), words_.begin() + static_cast<std::ptrdiff_t>(count ? ends_[count - 1] : 0));
+      begin = std::min(begin, ends_.size());
+      count = std::min(count, ends_.size() - begin);
+      const auto end_of = [this](size_t rows) { return rows ? static_cast<std::ptrdiff_t>(ends_[rows - 1]) : 0; };
+      const std::ptrdiff_t from = end_of(begin), to = end_of(begin + count);
+      words.assign(words_.begin() + from, words_.begin() + to);
+      for (size_t row = begin; row < begin + count; row++) {
+        ends.push_back(static_cast<int64_t>(ends_[row]) - from);
+      }
     }
     const auto bytes = [](const Words& from) {
       return py::bytes(reinterpret_cast<const char*>(from.data()), from.size() * sizeof(int64_t));

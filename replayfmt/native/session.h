@@ -277,10 +277,12 @@ class Session {
     return drains();
   }
 
+  // While the rows of a frame come, there is time to write the one before in so many parts.
+  static constexpr size_t kTurns = 64;
   // Whether there is something for Python to do after a record. With the mutex held.
   bool waits(int64_t now) const {
-    return (drains() && !release_head) || (rows.size() >= chunk_records && rows.size() % 1024 == 0) ||
-           flushing.overdue(now);
+    const bool turn = rows.size() >= chunk_records && rows.size() % (chunk_records / kTurns + 1) == 0;
+    return (drains() && !release_head) || turn || flushing.overdue(now);
   }
 
   // With the mutex held.

@@ -522,7 +522,7 @@ class CaptureSession:
         waiting = len(self.buffer.rows)
         if waiting >= _BEHIND * self.options.chunk_records:
             self.flush()
-        elif waiting >= self.options.chunk_records or self.flushing.overdue():
+        elif waiting >= (1 + self.buffer.writing) * self.options.chunk_records or self.flushing.overdue():
             self._write(self.buffer.write_part)
 
     @_attempted

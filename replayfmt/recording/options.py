@@ -125,9 +125,9 @@ CHILDREN = get_args(Children)
 
 _LIMITS = ("start_op", "stop_op", "start_scope", "stop_scope")
 
-# Records per frame: few enough that no part of writing one stalls the program for long, enough that reading and size
-# suffer little.
-CHUNK_RECORDS = 4096
+# Records per frame: few enough that no part of writing one stalls the program for long, enough to keep the cost per op
+# low.
+CHUNK_RECORDS = 8192
 
 
 class CaptureKeywords(TypedDict, total=False):

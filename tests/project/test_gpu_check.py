@@ -149,7 +149,9 @@ def test_what_was_measured_is_kept_when_the_check_itself_is_killed(folder: Path)
     results = folder / "build/gpu/results.jsonl"
     while not results.exists() or not results.read_text():
         time.sleep(0.05)
+    (step,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
     process.send_signal(signal.SIGKILL)
+    os.killpg(step, signal.SIGKILL)  # it would wait for ever
     process.communicate()
     (row,) = rows_of(folder / "build/gpu")
     assert row["step"] == "capture" and row["measured"] == 1

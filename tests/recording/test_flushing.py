@@ -14,6 +14,7 @@ import replayfmt
 from replayfmt.errors import OpReplayError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
+from replayfmt.recording.capture_session import CaptureSession
 from replayfmt.recording.program.threads import Threads
 from replayfmt.recording.stream import buffer
 from replayfmt.recording.stream.buffer import FlushTimes
@@ -112,3 +113,33 @@ def test_a_clock_that_goes_back_or_stands_does_not_end_a_capture(
     monkeypatch.undo()
     assert open_capture(path).summary.records[RecordKind.op] == 3 * len(clocks)
     assert replayfmt.run(path, verify="bitwise").outcome == "ok"
+
+
+def test_scopes_begin_and_end_while_a_frame_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "1.opreplay"
+    with replayfmt.capture(path) as recorder:
+        adds(100)
+        rows = recorder._core.buffer
+        rows.write_part()
+        parts = 0
+        while rows.writing:
+            with replayfmt.scope(f"part {parts}"):
+                adds(1)
+            rows.write_part()
+            parts += 1
+        assert parts > 5
+    reader = open_capture(path)
+    assert {f"part {number}" for number in range(parts)} <= {scope.name for scope in reader.scopes if scope}
+    assert reader.summary.records[RecordKind.op] == 101 + 2 * parts
+
+
+def test_a_program_that_records_fast_waits_for_parts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer, "_GAP", 10**6)  # no part is due before another frame's rows are there
+    whole: list[int] = []
+    flush = CaptureSession.flush
+    monkeypatch.setattr(CaptureSession, "flush", lambda self: (whole.append(threading.get_ident()), flush(self))[1])
+    path = tmp_path / "1.opreplay"
+    with replayfmt.capture(path, chunk_records=512):
+        adds(5000)
+        assert threading.get_ident() not in whole
+    assert open_capture(path).summary.records[RecordKind.op] == 5001

@@ -82,13 +82,14 @@ extern "C" int differences_of_rows(unsigned seed, int steps, size_t most) {
       rows.drop(gone);
       reference.erase(reference.begin(), reference.begin() + std::min(gone, reference.size()));
     }
-    const size_t count = random() % (reference.size() + 2);
-    const py::tuple taken = rows.first(count);
+    const size_t from = random() % (reference.size() + 2), count = random() % (reference.size() + 2);
+    const size_t there = std::min(count, reference.size() - std::min(from, reference.size()));
+    const py::tuple taken = rows.part(from, count);
     const Words words = words_of(taken[0]), ends = words_of(taken[1]);
     size_t begin = 0;
-    wrong += ends.size() != std::min(count, reference.size()) || rows.length() != reference.size();
-    for (size_t at = 0; at < std::min(ends.size(), reference.size()); at++) {
-      wrong += Words(words.begin() + begin, words.begin() + ends[at]) != reference[at];
+    wrong += ends.size() != there || rows.length() != reference.size();
+    for (size_t at = 0; at < std::min(ends.size(), there); at++) {
+      wrong += Words(words.begin() + begin, words.begin() + ends[at]) != reference[from + at];
       begin = ends[at];
     }
     wrong += begin != words.size();

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from struct import Struct
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from .session import FLAG_BITS, HEAD_WORDS, RowList, Session, now_ns
 RELEASES = 1 << 33
 _META_HEAD = 3  # words before the sizes in a row of metadata
 _FRAME_WORDS = 1 << 20  # a frame is also ended when this many words are waiting
+_PART_ROWS = 2048  # that are split into columns at once
 _DONE = object()
 
 
@@ -161,23 +162,33 @@ class RecordBuffer:
                 self._frame = None
 
     def _write_frame(self) -> Iterator[None]:
-        """Write one frame, and yield between parts of the work. What it holds is found in the first one."""
-        rows = self.rows.first(min(len(self.rows), self.chunk_records))
+        """Write one frame, and yield between parts of the work."""
+        split: list[RowColumns] = []
+        count, words, most = 0, 0, min(len(self.rows), self.chunk_records)
+        while count < most and words < _FRAME_WORDS:
+            rows = self.rows.part(count, min(_PART_ROWS, most - count))
+            part = split_rows(rows, self._slots, _FRAME_WORDS - words)
+            split.append(part)
+            count, words = count + part.rows, words + part.words
+            yield
+        self.rows.drop(count)
+        self._taken += count
+        yield
         self._define()
         self._define_metas()
         storages = _take(self._session.new_storages, 5)  # all that the rows and definitions refer to are among them
         yield
-        batch = RowBatch(rows, self._slots)
-        self.rows.drop(batch.rows)
-        self._taken += batch.rows
+        batch = joined(split)
         yield
         definitions = self._live_definitions
         if len(batch.released):
             self._live_definitions = definitions[~np.isin(definitions[:, 1], batch.released)]
         first = self._first_storage
         self._first_storage += len(storages)
-        contexts = np.frombuffer(self._contexts, np.int64).reshape(-1, 3)
-        threads, scopes, placements = (column.take(batch.context) for column in contexts.T)
+        # Nothing may look at the contexts across a yield: an array cannot grow then.
+        threads, scopes, placements = (
+            column.take(batch.context) for column in np.frombuffer(self._contexts, np.int64).reshape(-1, 3).T
+        )
         yield
         yield from self.writer.records_in_parts(
             RecordColumns(
@@ -203,7 +214,7 @@ class RecordBuffer:
     def _define_metas(self) -> None:
         """Define the metadata that was numbered since the last time."""
         metas = self._session.new_metas
-        words, ends = (np.frombuffer(part, np.int64) for part in metas.first(len(metas)))
+        words, ends = (np.frombuffer(part, np.int64) for part in metas.part(0, len(metas)))
         if len(ends):
             begins = np.concatenate(([0], ends[:-1]))
             rank = (ends - begins - _META_HEAD) // 2
@@ -228,37 +239,58 @@ class RecordBuffer:
         self._live_definitions = definitions
 
 
-class RowBatch:
-    """Rows split into the columns of a frame."""
+class RowColumns(NamedTuple):
+    """Rows split into the columns of a frame. `rows` and `words`: how many they were."""
 
-    def __init__(self, rows: tuple[bytes, bytes], slots: tuple[array[int], ...]) -> None:
-        """Takes the rows (see `RowList.first`), or the first of them if they are too long for one frame; `rows` says
-        how many it took."""
-        words, ends = (np.frombuffer(part, np.int64) for part in rows)
-        if ends[-1] > _FRAME_WORDS and len(ends) > 1:
-            ends = ends[: max(1, int(np.searchsorted(ends, _FRAME_WORDS)))]
-            words = words[: ends[-1]]
-        self.rows = len(ends)
-        begins = np.concatenate(([0], ends[:-1]))
-        lengths = ends - begins
-        head = words[begins]
-        released = head >= RELEASES
-        signature = np.where(released, head - RELEASES, head)
-        slots_begin = begins + HEAD_WORDS
-        kind = np.where(released, 0, signature)
-        tensor_count, int_count, float_count = (_column(column)[kind] for column in slots)
-        self.tensors = words[spans(slots_begin, tensor_count)]
-        int_count = np.where(released, lengths - HEAD_WORDS, int_count)
-        ints_begin = slots_begin + tensor_count
-        self.ints = words[spans(ints_begin, int_count)]
-        self.floats = words.view(np.float64)[spans(ints_begin + int_count, float_count)]
+    rows: int
+    words: int
+    signature: np.ndarray
+    context: np.ndarray
+    start_ns: np.ndarray
+    duration_ns: np.ndarray
+    tensors: np.ndarray
+    ints: np.ndarray
+    floats: np.ndarray
+    released: np.ndarray  # storages
 
-        records = np.where(released, lengths - HEAD_WORDS, 1)
-        self.signature = np.repeat(signature, records)
-        self.context = np.repeat(words[begins + 1], records)
-        self.start_ns = np.repeat(words[begins + 2], records)
-        self.duration_ns = np.repeat(words[begins + 3], records)
-        self.released = words[spans(slots_begin[released], records[released])]
+
+def split_rows(packed: tuple[bytes, bytes], slots: tuple[array[int], ...], most_words: int) -> RowColumns:
+    """The columns of some rows (see `RowList.part`): of the first of them, as far as they have `most_words`, but of one
+    at least."""
+    words, ends = (np.frombuffer(part, np.int64) for part in packed)
+    if ends[-1] > most_words:
+        ends = ends[: max(1, int(np.searchsorted(ends, most_words, "right")))]
+        words = words[: ends[-1]]
+    begins = np.concatenate(([0], ends[:-1]))
+    lengths = ends - begins
+    head = words[begins]
+    released = head >= RELEASES
+    signature = np.where(released, head - RELEASES, head)
+    slots_begin = begins + HEAD_WORDS
+    kind = np.where(released, 0, signature)
+    tensor_count, int_count, float_count = (_column(column)[kind] for column in slots)
+    tensors = words[spans(slots_begin, tensor_count)]
+    int_count = np.where(released, lengths - HEAD_WORDS, int_count)
+    ints_begin = slots_begin + tensor_count
+    records = np.where(released, lengths - HEAD_WORDS, 1)
+    return RowColumns(
+        len(ends),
+        len(words),
+        np.repeat(signature, records),
+        np.repeat(words[begins + 1], records),
+        np.repeat(words[begins + 2], records),
+        np.repeat(words[begins + 3], records),
+        tensors,
+        words[spans(ints_begin, int_count)],
+        words.view(np.float64)[spans(ints_begin + int_count, float_count)],
+        words[spans(slots_begin[released], records[released])],
+    )
+
+
+def joined(parts: Sequence[RowColumns]) -> RowColumns:
+    """The columns of all rows, in this order."""
+    rows, words, *columns = zip(*parts, strict=True)
+    return RowColumns._make([sum(rows), sum(words), *map(np.concatenate, columns)])
 
 
 def _column(values: array[int]) -> np.ndarray:
@@ -269,7 +301,7 @@ def _column(values: array[int]) -> np.ndarray:
 def _take(rows: RowList, words: int) -> np.ndarray:
     """Empty a list of rows of equal length."""
     count = len(rows)
-    taken = np.frombuffer(rows.first(count)[0], np.int64).reshape(-1, words)
+    taken = np.frombuffer(rows.part(0, count)[0], np.int64).reshape(-1, words)
     rows.drop(count)
     return taken
 

@@ -39,9 +39,9 @@ class RowList(list[bytes]):
 
     dropped = 0
 
-    def first(self, count: int) -> tuple[bytes, bytes]:
-        """The words of the first rows, and where each row ends, in words: 64-bit integers."""
-        rows = self[:count]
+    def part(self, begin: int, count: int) -> tuple[bytes, bytes]:
+        """The words of `count` rows from `begin` on, and where each row ends in them: 64-bit integers."""
+        rows = self[begin : begin + count]
         ends = np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)) >> 3)
         return b"".join(rows), ends.tobytes()
 
