@@ -363,20 +363,16 @@ inline py::object noted_region(std::shared_ptr<Session> session, int64_t signatu
   return callable<NotedRegion, call_noted>(std::move(made), "noted_region");
 }
 
-// A kernel of generated code, described by its schema, the settings that it may depend on, and which of its arguments
-// it reads (None: unless generated code has just allocated their memory, which it does not read before it has written
-// it).
+// A kernel of generated code, described by its schema and the settings that it may depend on. It does not read memory
+// that generated code has just allocated before it has written it.
 inline std::shared_ptr<GeneratedKernel> generated_kernel(std::shared_ptr<Session> session, const std::string& schema,
-                                                         std::vector<size_t> writes, std::vector<size_t> watches,
-                                                         const std::vector<std::optional<bool>>& reads) {
+                                                         std::vector<size_t> writes, std::vector<size_t> watches) {
   auto made = std::make_shared<GeneratedKernel>(GeneratedKernel{session, torch::jit::parseSchema(schema), {}});
   Operator& known = made->known;
   known.plain = true;
   known.writes = std::move(writes);
   known.watches = std::move(watches);
-  for (const auto& each : reads) {
-    known.reads.push_back(each == false ? Reads::no : Reads::yes);
-  }
+  known.of_generated_code = true;
   std::lock_guard<std::mutex> lock(session->mutex);
   known.number = --session->last_generated;
   read_schema(known, *session, made->schema);

@@ -401,14 +401,11 @@ class HotCall {
 
   // Whether the operator writes all of a storage, and reads nothing of it.
   bool fills(size_t index, const at::Tensor& tensor, const Storage& storage) const {
-    if (op_.reads.empty()) {
-      const bool writes = std::find(op_.writes.begin(), op_.writes.end(), index) != op_.writes.end();
-      if (!(op_.fills && index == 0) && !(writes && is_out(index))) {
-        return false;
-      }
-    } else if (op_.reads[index] == Reads::no || storage.generated) {
-      return is_completed(*tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
-    } else {
+    if (op_.of_generated_code) {
+      return storage.generated && is_completed(*tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    }
+    const bool writes = std::find(op_.writes.begin(), op_.writes.end(), index) != op_.writes.end();
+    if (!(op_.fills && index == 0) && !(writes && is_out(index))) {
       return false;
     }
     return tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense() &&

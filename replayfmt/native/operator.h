@@ -45,9 +45,6 @@ struct Encoded {
   c10::SmallVector<double, 4> floats;
 };
 
-// Whether a kernel of generated code reads what was in a tensor before.
-enum class Reads : uint8_t { no, yes };
-
 struct Operator {
   std::string schema;                                    // as text
   bool plain = false;                                    // Python says that its calls may be recorded here
@@ -63,7 +60,7 @@ struct Operator {
   bool draws = false;             // it draws random numbers
   size_t results = 0;
   std::vector<c10::DispatchKey> backends;  // where it is one kernel, and a composite elsewhere; none: everywhere
-  std::vector<Reads> reads;                // of each argument, of a kernel of generated code
+  bool of_generated_code = false;          // a kernel that generated code calls
   bool generated = false;                  // it allocates for generated code
   int64_t number = 0;                      // tells operators apart in keys
   mutable const Signatures::value_type* newest = nullptr;  // of its signatures, the one found last

@@ -148,13 +148,6 @@ class CppArgument:
         """Its type in C++, without qualifiers."""
         return self.type if self.dtype is None else f"{self.type}*"
 
-    @property
-    def read(self) -> bool | None:
-        """Whether the kernel reads it; None if it does unless it wrote it before. What Inductor names `out_ptr` is
-        read only after it was written, or where the same memory is given for another argument, too; what it names
-        `in_out_ptr` may be memory that it has just allocated."""
-        return True if not self.written else False if self.name.startswith("out_ptr") else None
-
 
 def parameters_of(source: str) -> str:
     """The text of the kernel's parameters in a C++ source. Raises ValueError if there is not one kernel."""

@@ -14,7 +14,7 @@ import inspect
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
@@ -272,35 +272,30 @@ _LIBRARY, _SOURCE = ".main.so", ".main.cpp"
 
 
 class InductorCode(CodeKernel):
-    """A C++ kernel. `reads`: of each argument, whether it is read; None: unless generated code has just allocated its
-    memory."""
+    """A C++ kernel."""
 
-    __slots__ = ("_reads", "native")
+    __slots__ = ("native",)
 
-    def __init__(self, schema: str, call: Function, attached: Iterable[Attached], reads: Sequence[bool | None]) -> None:
+    def __init__(self, schema: str, call: Function, attached: Iterable[Attached]) -> None:
         super().__init__(KernelKind.inductor_cpp, schema, call, attached)
-        self._reads = tuple(reads)
         self.native: Any = None
 
     def use_native(self, session: Session) -> None:
         """Have calls that hold nothing new recorded without Python, where that is possible."""
         if self.native is None:
             watches = watched_indices(self.name)
-            self.native = session.generated_kernel(self.schema, list(self.writes), list(watches), list(self._reads))
+            self.native = session.generated_kernel(self.schema, list(self.writes), list(watches))
 
     def recorded(self, args: tuple[Any, ...], signature: int) -> None:
         if self.native is not None:
             self.native.learn(args, signature)
 
     def reads(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        reads = self._reads[index]
-        if reads is False:
-            return False
         storage = storage_of(args[index])
         if not hasattr(storage, GENERATED):
-            return True
+            return True  # what it does not write of a tensor has to be what it was
         # A fused kernel reads what it has written itself: then it is given the same memory for a written argument.
-        return reads is not None and all(storage_of(args[i])._cdata != storage._cdata for i in self.writes)
+        return all(storage_of(args[i])._cdata != storage._cdata for i in self.writes)
 
 
 class Allocation(CapturedKernel):
@@ -347,7 +342,7 @@ def find_kernel(declared: DeclaredKernel, function: Any) -> InductorCode:
     attached = [Attached(role, name, content) for role, content in stored.contents().items()]
     try:
         schema = schema_of(name, stored.variant(), arguments)
-        return InductorCode(schema, function, attached, [argument.read for argument in arguments])
+        return InductorCode(schema, function, attached)
     except Unrepresentable as problem:
         raise Unknown(f"{name}: {problem.detail}") from problem
 

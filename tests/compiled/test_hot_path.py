@@ -15,6 +15,7 @@ from replayfmt.format.model import TensorValue
 from replayfmt.format.reader import open_capture
 from replayfmt.recording.capture_session import CaptureSession
 from tests.native_recorder import require_native_recorder
+from tests.recording.test_unwritten import leave_behind
 
 from .conftest import Capture, Captured
 
@@ -138,6 +139,26 @@ def test_memory_that_nothing_wrote_is_not_taken_for_that_of_generated_code(captu
     read = capture(program(lambda: torch.empty(8)))
     assert read.unsupported() == []
     read.replays()  # with what was in that memory
+
+
+def test_what_a_kernel_leaves_as_it_was_of_memory_from_outside_replays(capture: Capture) -> None:
+    """A cache that is allocated once, and filled slot by slot by compiled code."""
+    f = torch.compile(lambda cache, at, x: cache.index_copy_(0, at, x))
+    slots = [torch.tensor([at]) for at in range(4)]
+    f(torch.zeros(8, 4), slots[0], torch.ones(1, 4))
+
+    def program() -> list[Tensor]:
+        caches = []
+        for _ in range(4):
+            leave_behind(7.5)
+            caches.append(torch.empty(8, 4))
+            for slot in slots:
+                f(caches[-1], slot, torch.ones(1, 4))
+        return caches
+
+    found = capture(program)
+    assert found.unsupported() == []
+    found.replays()
 
 
 def test_a_kernel_that_raises_and_one_in_another_thread_are_recorded_as_ever(capture: Capture) -> None:

@@ -280,10 +280,8 @@ class Session:
         `signature`: of its record. `writes`: the arguments that it may write (None: any); `mark` is told of each."""
         return None
 
-    def generated_kernel(
-        self, schema: str, writes: Sequence[int], watches: Sequence[int], reads: Sequence[bool | None]
-    ) -> CompletePath:
-        """A kernel of generated code: its schema, what it writes, the settings that it depends on, what it reads."""
+    def generated_kernel(self, schema: str, writes: Sequence[int], watches: Sequence[int]) -> CompletePath:
+        """A kernel of generated code: its schema, what it writes, the settings that it depends on."""
         return CompletePath()
 
     def allocator(
