@@ -429,12 +429,12 @@ __attribute__((target("avx2"))) void add_chunk_avx2(const unsigned char* chunk, 
       std::memcpy(&words, chunk + stripe * 64 + half * 32, sizeof words);
       std::memcpy(&secret, constants.secret[stripe] + half * 4, sizeof secret);
       const __m256i keyed = words ^ secret;
-      found[half] += _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
-      added[half] += words;
+      found[half] = _mm256_add_epi64(found[half], _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32)));
+      added[half] = _mm256_add_epi64(added[half], words);
     }
   }
   for (int half = 0; half < 2; half++) {
-    found[half] += _mm256_shuffle_epi32(added[half], 0x4e);
+    found[half] = _mm256_add_epi64(found[half], _mm256_shuffle_epi32(added[half], 0x4e));
   }
   std::memcpy(sums, found, sizeof found);
 }
