@@ -515,7 +515,8 @@ class CaptureSession:
 
     @_attempted
     def flush_if_due(self) -> None:
-        """Called after every op: record releases, and write a part of what waits if it is time."""
+        """Called after every op: record releases, and write a part of what waits if it is time: when it is due, or the
+        rows of another frame wait."""
         if len(self.storages.dead) >= RELEASE_BATCH or self.session.drains:
             with self.lock:
                 self.storages.drain(all_of_them=False)
