@@ -466,8 +466,20 @@ def import_trace(
     Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, UsageError for options that its
     kind does not have and for missing ranks, OutputExists and CaptureFailed if `out` cannot be written.
     """
-    given = level, unique, rewrite, libraries, names, progress, on_record
-    options = _options(*given, graph_captures, steps, scopes, time, inductor_cache)
+    options = _options(
+        level=level,
+        unique=unique,
+        rewrite=rewrite,
+        libraries=libraries,
+        names=names,
+        progress=progress,
+        on_record=on_record,
+        graph_captures=graph_captures,
+        steps=steps,
+        scopes=scopes,
+        time=time,
+        inductor_cache=inductor_cache,
+    )
     choice_of("kind", kind, ("auto", *KINDS))
     path, out, force = path_of("path", path), path_of("out", out), flag_of("force", force)
     if rank is not None:
@@ -488,9 +500,20 @@ def import_trace(
 
 
 def _options(
-    level: Any, unique: Any, rewrite: Any, libraries: Any, names: Any, progress: Any, on_record: Any,
-    graph_captures: Any, steps: Any, scopes: Any, time: Any, inductor_cache: Any,
-) -> ImportOptions:  # fmt: skip
+    *,
+    level: Level,
+    unique: bool,
+    rewrite: Rewrite,
+    libraries: OpLibraries | None,
+    names: TracedNames | None,
+    progress: Progress | None,
+    on_record: Callable[[int, int], None] | None,
+    graph_captures: Sequence[str | PathLike[str]],
+    steps: Sequence[int],
+    scopes: Sequence[str],
+    time: str,
+    inductor_cache: str | PathLike[str] | None,
+) -> ImportOptions:
     """The options of an import, as the user gave them. Raises UsageError."""
     numbers = tuple(count_of("steps", each, 0, 1 << 62) for each in items_of("steps", steps, "a list of numbers"))
     wanted = TraceRange(numbers, texts_of("scopes", scopes), text_of("time", time))
@@ -536,8 +559,20 @@ def import_ranks(
     Either all captures are written or none: they are created beside their final paths and renamed when the last one is
     complete. Otherwise as import_trace.
     """
-    given = level, unique, rewrite, libraries, names, progress, on_record
-    options = _options(*given, (), steps, scopes, time, inductor_cache)
+    options = _options(
+        level=level,
+        unique=unique,
+        rewrite=rewrite,
+        libraries=libraries,
+        names=names,
+        progress=progress,
+        on_record=on_record,
+        graph_captures=(),
+        steps=steps,
+        scopes=scopes,
+        time=time,
+        inductor_cache=inductor_cache,
+    )
     choice_of("kind", kind, ("auto", *KINDS))
     paths = paths_of("path", path) if isinstance(path, list | tuple) else [path_of("path", path)]
     out, force = path_of("out", out), flag_of("force", force)
