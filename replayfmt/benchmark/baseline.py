@@ -4,7 +4,8 @@ Works on the JSON documents alone (no torch). A row's name holds its scope, kern
 measured the same work; all times of a name are taken together. The ratio of two medians lies between the quotients of
 the ends of their intervals. Each encloses its median with 95% confidence, so two runs of the same speed get the verdict
 that they differ in fewer than one of ten cases, in practice far fewer: both intervals have to miss. That of a run of
-several processes is where another run's median lies, so the quotients are with the other's median.
+several processes is where another run's median lies, so the quotients are with the other's median. Where neighbours on
+the machine slowed so many processes down that these quotients decide nothing, the processes that they left alone do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.validation import aligned, counted, printable, read_json
 
 from .machine import BUSY, others_had
-from .statistics import CONFIDENCE, NOISY, contradicted, duration, low_quantile, summarize
+from .statistics import CONFIDENCE, NOISY, contradicted, duration, low_quantile, summarize, undisturbed
 
 FLAG = "--baseline"
 MOST_NUMBER = 1e30  # in a file: sums and ratios of such numbers are finite
@@ -76,7 +77,7 @@ def gate_verdict(failures: Sequence[GateFailure]) -> GateVerdict:
 @dataclass(frozen=True)
 class Figure:
     """A time in nanoseconds with the ends of its interval; what is unknown is None, and `reason` says why. `shortest`
-    is the low quantile of its times, None for a sum."""
+    is the low quantile of its times, or of several processes what is `undisturbed`."""
 
     value: float | None
     low: float | None = None
@@ -90,7 +91,8 @@ class PairedRow:
     """One name in both documents. `ratio` is the new time over the old one: above 1 is slower.
 
     A difference smaller than the share `noise_floor` is none: what two measurements of the same work differed by
-    (--noise-floor), and on the host at least BETWEEN_PROCESSES, unless both were made in several processes.
+    (--noise-floor), and on the host at least BETWEEN_PROCESSES, unless both were made in several processes. A row that
+    is judged by the processes that nothing disturbed has their times and ratio.
     """
 
     name: str
@@ -374,21 +376,36 @@ def _judged(name: str, old: Figure, new: Figure, floor: float, of_runs: bool) ->
     """The verdict on two figures that are known. `of_runs`: the interval of each is where the other's median would lie
     if they were of the same speed, so it is compared with that median."""
     assert old.value and old.low and old.high and new.value and new.low and new.high
-    low, high = new.low / old.high, new.high / old.low
+    ratio, low, high = new.value / old.value, new.low / old.high, new.high / old.low
     if of_runs:
         low, high = min(new.value / old.high, new.low / old.value), max(new.value / old.low, new.high / old.value)
-    verdict: BaselineVerdict = "no measurable difference"
-    reason = ""
+    verdict, reason = _verdict(low, high, floor), ""
+    if verdict == "too noisy to tell":
+        reason = f"the ratio lies between {low:.3g} and {high:.3g}"
+    if old.shortest and new.shortest:
+        shortest, most = new.shortest / old.shortest, 1 + BETWEEN_PROCESSES
+        if verdict in _DECIDED:
+            reason = contradicted(ratio, shortest)
+            verdict = "too noisy to tell" if reason else verdict
+        elif of_runs and _verdict(shortest / most, shortest * most, floor) in _DECIDED:
+            old, new = Figure(old.shortest), Figure(new.shortest)
+            ratio, low, high = shortest, shortest / most, shortest * most
+            verdict, reason = _verdict(low, high, floor), _OF_UNDISTURBED
+    return PairedRow(name, old, new, ratio, low, high, floor, verdict, reason)
+
+
+_OF_UNDISTURBED = (
+    "the shortest times, which two processes on each side agree on; others on the machine disturbed the rest"
+)
+
+
+def _verdict(low: float, high: float, floor: float) -> BaselineVerdict:
+    """What the bounds of a ratio say."""
     if low > 1 + floor:
-        verdict = "slower"
-    elif high < 1 / (1 + floor):
-        verdict = "faster"
-    elif high > NOISY * low:
-        verdict, reason = "too noisy to tell", f"the ratio lies between {low:.3g} and {high:.3g}"
-    if verdict in _DECIDED and old.shortest and new.shortest:
-        reason = contradicted(new.value / old.value, new.shortest / old.shortest)
-        verdict = "too noisy to tell" if reason else verdict
-    return PairedRow(name, old, new, new.value / old.value, low, high, floor, verdict, reason)
+        return "slower"
+    if high < 1 / (1 + floor):
+        return "faster"
+    return "too noisy to tell" if high > NOISY * low else "no measurable difference"
 
 
 def _in_graphs(rows: Sequence[dict[str, Any]]) -> set[str]:
@@ -407,7 +424,7 @@ def figure_of(rows: Sequence[Mapping[str, Any]]) -> Figure:
         )
         if value is None or low is None or high is None:
             return Figure(None, reason=str(rows[0].get("estimated_us_low_reason", "it has no interval")))
-        return Figure(value * 1e3, low * 1e3, high * 1e3)
+        return Figure(value * 1e3, low * 1e3, high * 1e3, shortest=_undisturbed(rows))
     times: list[float] = []
     for row in rows:
         samples = row.get("samples")
@@ -419,7 +436,15 @@ def figure_of(rows: Sequence[Mapping[str, Any]]) -> Figure:
     found = summarize(times, of_processes=any("processes" in row for row in rows))
     if found.interval is None:
         return Figure(found.median, reason=found.reasons["interval"])
-    return Figure(found.median, found.interval.low, found.interval.high, shortest=low_quantile(times))
+    shortest = _undisturbed(rows) if "processes" in rows[0] else low_quantile(times)
+    return Figure(found.median, found.interval.low, found.interval.high, shortest=shortest)
+
+
+def _undisturbed(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """What the work of rows of several processes takes where nothing disturbs it; None if that is not known."""
+    lists = [row.get("shortest_times_ns") for row in rows]
+    times = [_number(each) for some in lists for each in (some if isinstance(some, list) else [None])]
+    return None if None in times else undisturbed([each for each in times if each is not None])
 
 
 def _number(value: Any) -> float | None:

@@ -18,7 +18,7 @@ from replayfmt.errors import ReplayFailed
 from replayfmt.format.validation import parse_json, printable
 
 from .run_report import crowded, statistics_fields
-from .statistics import possible_places, summarize
+from .statistics import low_quantile, possible_places, summarize
 
 Row = dict[str, Any]
 _MEANS = ("real_time", "cpu_time", "host_time", "inclusive_us")
@@ -85,6 +85,7 @@ def _row(rows: Sequence[Row]) -> Row:
             (None, None) if found.interval is None else (found.interval.low, found.interval.high)
         )
         merged.pop("estimated_us_low_reason", None)
+        merged["shortest_times_ns"] = sorted(row["estimated_us_shortest"] * 1e3 for row in rows)
         if found.interval is None:
             merged["estimated_us_low_reason"] = found.reasons["interval"]
     if "samples" in merged:
@@ -92,6 +93,7 @@ def _row(rows: Sequence[Row]) -> Row:
         fields = statistics_fields(summarize(medians, of_processes=True))
         merged = {name: value for name, value in merged.items() if name.removesuffix("_reason") not in fields} | fields
         merged["samples"] = {"real_time": medians}
+        merged["shortest_times_ns"] = sorted(low_quantile(row["samples"]["real_time"]) for row in rows)
     return merged
 
 

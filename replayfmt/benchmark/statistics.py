@@ -335,6 +335,18 @@ def low_quantile(times: Sequence[float] | np.ndarray) -> float:
     return float(np.quantile(np.asarray(times, dtype=np.float64), _LOW, method="lower"))
 
 
+# Two processes that nothing disturbed agree this well.
+_AGREE = 0.03
+
+
+def undisturbed(shortest: Sequence[float]) -> float | None:
+    """Of the shortest times (`low_quantile`) of several processes: the smallest that another one confirms, which is
+    what the work takes where nothing disturbs it. None if no two agree. The median of a run on a shared machine depends
+    on how many of its processes others slowed down; this does not, as long as they left two alone."""
+    least = sorted(shortest)[:2]
+    return least[1] if len(least) == 2 and least[1] <= least[0] * (1 + _AGREE) else None
+
+
 def contradicted(ratio: float, low_ratio: float) -> str:
     """Why medians decide nothing: the least disturbed times show next to nothing of their difference, or the opposite.
     Empty if they confirm it."""

@@ -17,7 +17,7 @@ def document(times, share=0.0, warnings=("nothing was verified",), **context):
         | (
             {"median_real_time": time, "ops": 4, "ops_per_second": 1.0, "samples": {"real_time": [time] * 10}}
             if name == "BM_replay"
-            else {"estimated_us": time, "estimated_us_low": time, "estimated_us_high": time}
+            else {f"estimated_us{end}": time for end in ("", "_low", "_high", "_shortest")}
         )
         for name, time in times.items()
     ]
@@ -75,6 +75,27 @@ def test_one_process_does_not_tell_differences_that_another_process_makes(faster
         for each in (1.0, faster)
     ]
     assert compare_with_baseline("old.json", *many).rows[0].verdict == "faster"
+
+
+def compared(name, before, after):
+    """The row of two runs whose processes took these times."""
+    runs = [put_together([document({name: 1e6 * each}, **OPS) for each in run]) for run in (before, after)]
+    return compare_with_baseline(
+        "old.json", *({"context": context, "benchmarks": rows} for context, rows in runs)
+    ).rows[0]
+
+
+@pytest.mark.parametrize("name", ["BM_replay", "BM_op/a"])
+def test_processes_that_nothing_disturbed_decide_where_most_were_disturbed(name):
+    alone, disturbed = [1.0, 1.01], [1.3, 1.5, 1.55, 1.6]
+    slower = compared(name, alone + disturbed, [1.1, 1.11, *disturbed])
+    assert slower.verdict == "slower" and slower.ratio == pytest.approx(1.11 / 1.01) and slower.ratio_low > 1
+    assert "two processes on each side" in slower.reason
+    assert compared(name, [1.1, 1.11, *disturbed], alone + disturbed).verdict == "faster"
+    for other in ([*alone, *disturbed[:3], 1.4], [*alone, 1.0, 1.0, 1.02, 1.6], [1.03, 1.04, *disturbed]):
+        assert compared(name, alone + disturbed, other).verdict == "too noisy to tell"
+    # One alone may be the only one that was measured while the processor ran at its highest clock.
+    assert compared(name, alone + disturbed, [0.9, *disturbed, 1.4]).verdict == "too noisy to tell"
 
 
 @pytest.mark.slow

@@ -240,6 +240,7 @@ def _row(row: OpRow, index: int, total_ns: float, group_by: GroupBy | None) -> d
         "estimated_us": estimated / 1e3,
         "estimated_us_low": None if bounds is None else bounds[0] / 1e3,
         "estimated_us_high": None if bounds is None else bounds[1] / 1e3,
+        "estimated_us_shortest": None if row.shortest_ns is None else row.shortest_ns / 1e3,
         "share": estimated / total_ns if total_ns else None,
         "rank": index + 1,
         "rank_low": row.ranks[0],

@@ -21,7 +21,16 @@ from replayfmt.format.validation import counted, printable
 from replayfmt.replay.results import Verdict, VerifyMode
 
 from ..measure import FLAG, Inputs, Measurement, Run
-from ..statistics import MinTime, Precision, TimeStatistics, call_count, duration, possible_places, summarize
+from ..statistics import (
+    MinTime,
+    Precision,
+    TimeStatistics,
+    call_count,
+    duration,
+    low_quantile,
+    possible_places,
+    summarize,
+)
 from .groups import CallWork, OpGroup, SelectedOps
 
 FAILURES = ("failed", "mismatched")
@@ -212,6 +221,11 @@ class OpRow:
             low += calls * op.times.interval.low
             high += calls * op.times.interval.high
         return low, high
+
+    @property
+    def shortest_ns(self) -> float | None:
+        """Likewise, of the `low_quantile` of each op's times."""
+        return sum(calls * low_quantile(op.samples) for op, calls in self.members) if self.members else None
 
     @property
     def width(self) -> float | None:
