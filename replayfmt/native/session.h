@@ -501,8 +501,8 @@ class Session {
     }
     found->adopted = true;
     found->careful = found->careful || found->unwritten;
-    return Adopted{found->id, found->bytes, std::exchange(found->unwritten, false), found->generated,
-                   std::exchange(found->sampled, {})};
+    return Adopted{found->id, found->bytes, std::exchange(found->unwritten, false),
+                   std::exchange(found->generated, false), std::exchange(found->sampled, {})};
   }
 
   // The storages that were born here and are alive, as far as Python has no tracker of them.

@@ -147,7 +147,7 @@ def _region(
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             if regions is not None and recorder.attempt(regions.opened, self):
-                return original(self, *args, **kwargs)
+                return seen(self, *args, **kwargs)
             known = noted.get(id(self))
             if known is not None and known[0]() is self and not kwargs:
                 results = known[1](original, self, args)
@@ -158,9 +158,16 @@ def _region(
             leave_no_frames(error)
             raise
 
+    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "mutated_input_idxs", ()):
+            recorder.tell(_write_given, _written_arguments(self, args, kwargs))
+        return original(self, *args, **kwargs)
+
     def complete(self: Any, *args: Any, **kwargs: Any) -> Any:
         unknown = None if regions is None else recorder.attempt(regions.open, self)
-        if unknown == "" or not recorder.launching():
+        if unknown == "":
+            return seen(self, *args, **kwargs)
+        if not recorder.launching():
             return original(self, *args, **kwargs)
         # Before the call, and without keeping a reference to an argument: a region frees its arguments while it runs.
         # What is marked is read at its next recorded use, which comes after the region.
@@ -203,6 +210,14 @@ def _compiling(recorder: HookHost, original: Function, /, *args: Any, **kwargs: 
     program's."""
     with recorder.paused():
         return original(*args, **kwargs)
+
+
+def _write_given(session: Any, tensors: Any) -> None:
+    """A region is about to write memory that it was given. Its kernels keep what they do not write of that, also where
+    another region allocated it."""
+    for tensor in tensors_of(tensors):
+        if layout_of(tensor) is torch.strided:
+            session.storages.no_longer_generated(storage_of(tensor))
 
 
 def _storage(tensor: torch.Tensor) -> int | None:

@@ -141,8 +141,14 @@ def test_memory_that_nothing_wrote_is_not_taken_for_that_of_generated_code(captu
     read.replays()  # with what was in that memory
 
 
-def test_what_a_kernel_leaves_as_it_was_of_memory_from_outside_replays(capture: Capture) -> None:
-    """A cache that is allocated once, and filled slot by slot by compiled code."""
+@pytest.mark.parametrize("recorder", ["native", "python"])
+@pytest.mark.parametrize("allocates", [lambda x: x, torch.compile], ids=["program", "region"])
+def test_what_a_kernel_leaves_as_it_was_of_memory_from_outside_replays(
+    allocates: Callable[..., Any], recorder: str, capture: Capture
+) -> None:
+    """A cache that is allocated once, by the program or by another region, and filled slot by slot by compiled code."""
+    empty = allocates(lambda n: torch.empty(n, 4))
+    empty(8)
     f = torch.compile(lambda cache, at, x: cache.index_copy_(0, at, x))
     slots = [torch.tensor([at]) for at in range(4)]
     f(torch.zeros(8, 4), slots[0], torch.ones(1, 4))
@@ -151,12 +157,12 @@ def test_what_a_kernel_leaves_as_it_was_of_memory_from_outside_replays(capture: 
         caches = []
         for _ in range(4):
             leave_behind(7.5)
-            caches.append(torch.empty(8, 4))
+            caches.append(empty(8))
             for slot in slots:
                 f(caches[-1], slot, torch.ones(1, 4))
         return caches
 
-    found = capture(program)
+    found = capture(program, recorder=recorder)
     assert found.unsupported() == []
     found.replays()
 

@@ -104,6 +104,11 @@ class Storages:
             self._begin_coverage(tracker, length, sampled)
         return tracker
 
+    def no_longer_generated(self, storage: torch.UntypedStorage) -> None:
+        """The code that allocated a storage has handed it to the program."""
+        if self.tracker_of(storage) is not None and hasattr(storage, GENERATED):
+            delattr(storage, GENERATED)
+
     def adopt_all(self) -> None:
         """Make sure that every live storage has a tracker."""
         for storage in self._session.unadopted():
