@@ -1,17 +1,15 @@
 """Templates filled with columns, many rows at once: what every long output is made of.
 
 A template is text with holes, and a hole names a column. A column has a value for each row, or for each slot of the
-records, of which every row has its own run (`SLOTS`). Two expanders fill them, and write the same bytes: `InPython`
-compiles a function for each template; `InCpp` is native/row_expansion.cpp, five times as fast, for outputs that are
-worth loading it.
+records, of which every row has its own run (`SLOTS`). Two expanders fill them, and write the same bytes: `InPython`,
+and `InCpp`, which is native/row_expansion.cpp, five times as fast, for outputs that are worth loading it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import islice, repeat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,9 +19,6 @@ EXACT = 2**53
 
 # Columns with a value for each slot, and the kind of slots: what a record's first one is is in Sheet.firsts.
 SLOTS = {"tensor": "t", "tensor_device": "t", "integer": "i", "hash": "i", "float": "f"}
-
-# Longer templates are compiled in parts: the cost of compiling grows with the length of one expression.
-PIECES_PER_FUNCTION = 256
 
 
 class Slot(NamedTuple):
@@ -119,25 +114,16 @@ def merged(pieces: Iterable[Piece]) -> list[Piece]:
     return found
 
 
-RowFunction = Callable[..., str]
-
-
 class InPython(Expander):
-    """Each template is a function of a row's values, then of its first slots, then of the columns of slots."""
+    """A template is its pieces, and a row what each of them shows."""
 
-    def template(self, pieces: Iterable[Piece], columns: Sequence[str]) -> RowFunction:
-        parameters = tuple(_parameters(columns))
-        joined = merged(pieces)
-        starts = range(0, max(1, len(joined)), PIECES_PER_FUNCTION)
-        parts = [_compile(joined[start : start + PIECES_PER_FUNCTION], parameters) for start in starts]
-        if len(parts) == 1:
-            return parts[0]
-        return lambda *values: "".join([part(*values) for part in parts])
+    def template(self, pieces: Iterable[Piece], columns: Sequence[str]) -> list[Piece]:
+        return merged(pieces)
 
-    def words(self, templates: Sequence[RowFunction], which: np.ndarray, sheet: Sheet) -> list[str]:
+    def words(self, templates: Sequence[list[Piece]], which: np.ndarray, sheet: Sheet) -> list[str]:
         return list(_filled(templates, which, sheet))
 
-    def lines(self, templates: Sequence[RowFunction], which: np.ndarray, sheet: Sheet, at_once: int) -> Iterator[bytes]:
+    def lines(self, templates: Sequence[list[Piece]], which: np.ndarray, sheet: Sheet, at_once: int) -> Iterator[bytes]:
         rows = _filled(templates, which, sheet)
         while text := "".join(islice(rows, at_once)):
             yield encoded(text)
@@ -146,25 +132,25 @@ class InPython(Expander):
         return max(map(len, words), default=0)
 
 
-def _parameters(columns: Iterable[str]) -> list[str]:
-    names = list(columns)
-    return [
-        *(name for name in names if name not in SLOTS),
-        *dict.fromkeys(SLOTS.values()),
-        *(name for name in names if name in SLOTS),
-    ]
-
-
-def _filled(templates: Sequence[RowFunction], which: np.ndarray, sheet: Sheet) -> Iterator[str]:
-    arguments: list[Iterable[Any]] = []
-    for name in _parameters(sheet.columns):
-        if name in sheet.columns:
-            values = _listed(sheet.columns[name])
-            arguments.append(repeat(values) if name in SLOTS else values)
-        else:
-            arguments.append(sheet.firsts[name].tolist() if name in sheet.firsts else repeat(0))
-    functions = map(templates.__getitem__, which.tolist())
-    return (function(*values) for function, values in zip(functions, zip(*arguments, strict=False), strict=False))
+def _filled(templates: Sequence[list[Piece]], which: np.ndarray, sheet: Sheet) -> Iterator[str]:
+    columns = {name: _listed(column) for name, column in sheet.columns.items()}
+    firsts: dict[str, list[int]] = {kind: first.tolist() for kind, first in sheet.firsts.items()}
+    for row, number in enumerate(which.tolist()):
+        parts = []
+        for piece in templates[number]:
+            if isinstance(piece, str):
+                parts.append(piece)
+                continue
+            name, first, length, separator = piece
+            values = columns[name]
+            at = firsts[SLOTS[name]][row] + first if name in SLOTS else row
+            if name == "hash":
+                parts.append(hexadecimal(values[at], values[at + 1]))
+            elif separator is None:
+                parts.append(str(values[at]))
+            else:
+                parts.append(separator.join(map(str, values[at : at + length])))
+        yield "".join(parts)
 
 
 def _listed(column: Column) -> list[Any]:
@@ -186,42 +172,6 @@ def _listed(column: Column) -> list[Any]:
 def hexadecimal(low: int, high: int) -> str:
     """A 128-bit hash from its halves, which may be negative (two's complement), as 32 hexadecimal digits."""
     return f"{high & 0xFFFFFFFFFFFFFFFF:016x}{low & 0xFFFFFFFFFFFFFFFF:016x}"
-
-
-def _compile(pieces: Sequence[Piece], parameters: tuple[str, ...]) -> RowFunction:
-    """Bind the texts of a template to the code of its arrangement."""
-    texts: list[str] = []
-    expressions: list[str] = []
-    for piece in pieces:
-        if isinstance(piece, str):
-            expressions.append(f"k{len(texts)}")
-            texts.append(piece)
-            continue
-        first, end = int(piece.first), int(piece.first) + int(piece.length)
-        name, slot = piece.column, SLOTS.get(piece.column)
-        if name == "hash":
-            expression = f"hexadecimal(hash[i+{first}],hash[i+{first}+1])"
-        elif slot is None:
-            expression = name
-        elif piece.separator is None:
-            expression = f"{name}[{slot}+{first}]"
-        else:
-            expression = f"k{len(texts)}.join(map(str,{name}[{slot}+{first}:{slot}+{end}]))"
-            texts.append(piece.separator)
-        expressions.append(expression)
-    return _factory(tuple(expressions), parameters, len(texts))(*texts)
-
-
-@lru_cache(maxsize=4096)
-def _factory(expressions: tuple[str, ...], parameters: tuple[str, ...], texts: int) -> Callable[..., RowFunction]:
-    """Code for one arrangement: a function from the texts to the row function. All names in it are columns'."""
-    constants = ",".join(f"k{number}" for number in range(texts))
-    body = "".join(f"{{{expression}}}" for expression in expressions)
-    source = f"lambda {constants}: lambda {','.join(parameters)}: f'{body}'"
-    factory: Callable[..., Any] = eval(
-        compile(source, "<row>", "eval"), {"hexadecimal": hexadecimal, "__builtins__": {"map": map, "str": str}}
-    )
-    return factory
 
 
 class _Text(NamedTuple):

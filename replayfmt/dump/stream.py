@@ -22,7 +22,7 @@ from .record_rows import LEGEND, JsonLines, SmallValues, TextRows
 from .row_templates import Dialect
 from .selection import Filter, Selection, selects_nothing
 
-_WORTH_LOADING = 20_000  # records, whose rows take Python about a tenth of a second
+_WORTH_LOADING = 10_000  # records, whose rows take Python about a tenth of a second
 
 # jq itself prints the results: as Python objects they would have lost the sign of -0 and the digits of long integers.
 # An empty line comes first, because a comment that ends in a backslash continues on the next line.
