@@ -31,7 +31,7 @@ from replayfmt.pytorch.triton.kernels import StoredKernel
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import ResolvedKernel
 from replayfmt.trim.script import FRAME, operator_changes, script_helpers
-from replayfmt.trim.script_text import BodyWriter, Input, ScriptEvents, ScriptOp
+from replayfmt.trim.script_text import BodyWriter, Input, ScriptEvents
 from replayfmt.trim.script_triton import CodeSections, identifier
 from replayfmt.trim.trimming import refuse_incomplete
 from replayfmt.trim.vectors import VectorEncoder, draws_nothing, op_problem, problem_of, word_of
@@ -385,7 +385,7 @@ class _FusionTask(Task):
         """The function of a pass, with names in order of appearance: passes that do the same have one text."""
         events = ScriptEvents(self.reader)
         events.inputs = [Input(number, storage.end, None) for number, storage in call.storages.items()]
-        events.events = [ScriptOp(record) for record in call.records]
+        events.events = [*call.records]
         body = BodyWriter(events, operator_changes(self.reader), self.sections).write()
         lines = [f"s{number} = x{place}.untyped_storage()" for place, number in enumerate(call.storages)]
         lines += [re.sub(r"  # \d+: ", "  # ", line) for line in body.lines]

@@ -39,7 +39,7 @@ from replayfmt.replay.run.run_twice import RunTwice
 from .copying import Copier
 from .materializing import Materializer
 from .schedule import Planner, Schedule, givers, with_producers
-from .script_text import BodyWriter, Changes, Input, ScriptBody, ScriptEvents, ScriptOp
+from .script_text import BodyWriter, Changes, Input, ScriptBody, ScriptEvents
 from .script_triton import ALWAYS_STATED, CodeSections, comment, device, dtype, setting
 from .trimming import Prediction, Verify, outputs, predict, refuse_incomplete, refuse_unsupported, writer_of
 from .vectors import Array, write_safetensors
@@ -401,10 +401,10 @@ class _Script:
         expected = {name: hashes[where] for name, where in self._body.tensors.items() if where in hashes}
         if numbers:
             for event in self._events.events:
-                if isinstance(event, ScriptOp):
-                    for index, value in enumerate(event.record.results):
+                if isinstance(event, Record):
+                    for index, value in enumerate(event.results):
                         if isinstance(value, bool | int | float | complex | str):
-                            expected[f"value_{event.record.ordinal}_{index}"] = repr(value)
+                            expected[f"value_{event.ordinal}_{index}"] = repr(value)
         return expected
 
 

@@ -38,6 +38,7 @@ from replayfmt.format.model import (
 )
 from replayfmt.format.reader import CaptureReader
 
+from .schedule import SettingChanges
 from .script_triton import (
     CodeSections,
     argument,
@@ -50,16 +51,6 @@ from .script_triton import (
     scalar,
     setting,
 )
-
-
-@dataclass(frozen=True)
-class ScriptOp:
-    record: Record
-
-
-@dataclass(frozen=True)
-class ScriptSettings:
-    changes: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -84,14 +75,8 @@ class Draw:
     data: int | None
 
 
-@dataclass(frozen=True)
-class Remark:
-    """A comment on the following lines."""
-
-    text: str
-
-
-Event = ScriptOp | ScriptSettings | Load | Resize | Draw | Remark
+# An op, settings that change, content, or a comment on the following lines.
+Event = Record | SettingChanges | Load | Resize | Draw | str
 
 
 @dataclass(frozen=True)
@@ -146,9 +131,9 @@ class ScriptEvents:
         match record.kind:
             case RecordKind.op:
                 self._check(record)
-                self.events.append(ScriptOp(record))
+                self.events.append(record)
             case RecordKind.scope_begin:
-                self.events.append(Remark(f"inside scope {self.reader.scope_path(record.scope)!a}"))
+                self.events.append(f"inside scope {self.reader.scope_path(record.scope)!a}")
             case RecordKind.storage_resize:
                 storage, length = record.args
                 assert isinstance(storage, StorageValue) and isinstance(length, int)
@@ -169,14 +154,14 @@ class ScriptEvents:
     ) -> int:
         given = list(values)
         if kind is RecordKind.scope_begin and scope is not None:
-            self.events.append(Remark(f"inside scope {self.reader.scope_path(scope)!a}"))
+            self.events.append(f"inside scope {self.reader.scope_path(scope)!a}")
         elif kind is RecordKind.global_state:
             changes: dict[str, Any] = {}
             for node in nodes:
                 takes_slot = node.kind.name in ("int", "float")
                 constant = bool(node.constant) if node.kind.name == "bool" else node.constant
                 changes[node.name] = given.pop(0) if takes_slot else constant
-            self.events.append(ScriptSettings(changes))
+            self.events.append(SettingChanges(changes))
         elif kind is RecordKind.generator_state:
             generator = given[0]
             assert isinstance(generator, GeneratorValue)
@@ -243,8 +228,8 @@ class BodyWriter:
     def write(self) -> ScriptBody:
         events = self._events.events
         for place, event in enumerate(events):
-            if isinstance(event, ScriptOp):
-                for value in nested_values((*event.record.args, *event.record.results)):
+            if isinstance(event, Record):
+                for value in nested_values((*event.args, *event.results)):
                     if isinstance(value, TensorValue):
                         self._last[value.storage] = place
                         self._body.first_uses.setdefault(value.storage, value)
@@ -259,9 +244,9 @@ class BodyWriter:
     def _event(self, event: Event, place: int) -> None:
         line = self._body.lines.append
         match event:
-            case ScriptOp():
-                self._op(event.record, place)
-            case ScriptSettings():
+            case Record():
+                self._op(event, place)
+            case SettingChanges():
                 for name, value in event.changes.items():
                     if not name.startswith("autocast."):  # autocast acts above the level of these ops
                         line(setting(name, value))
@@ -285,8 +270,8 @@ class BodyWriter:
                 else:
                     self._body.states.add(event.data)
                     line(f"g{event.generator}.set_state(STATES[{event.data}])")
-            case Remark():
-                line(f"# {comment(event.text)}")
+            case str():
+                line(f"# {comment(event)}")
 
     def _op(self, record: Record, place: int) -> None:
         kernel = self._reader.kernels[record.signature.kernel]
