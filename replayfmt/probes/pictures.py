@@ -108,7 +108,6 @@ def shortened(name: str, limit: int = 40) -> str:
     return name if len(name) <= limit else f"{name[: limit * 2 // 3]}…{name[-(limit // 3 - 1) :]}"
 
 
-BARS_WIDTH_INCHES, BARS_HEIGHT_INCHES = 10.0, 6.0
 MOST_BARS = 24
 
 
@@ -231,7 +230,6 @@ def _plain_powers(axes: Axes) -> None:
     axes.tick_params(axis="x", which="minor", length=2)
 
 
-DMAT_WIDTH_INCHES, DMAT_HEIGHT_INCHES = 10.0, 8.5
 LEVELS = 5
 
 
@@ -322,7 +320,6 @@ def draw_counts(result: CountsResult, figure: Figure) -> None:
         axes.set(xlabel=title if "cycles" in title else f"{title} of a thread", ylabel="how many")
 
 
-SCHEDULE_WIDTH_INCHES, SCHEDULE_HEIGHT_INCHES = 10.0, 8.5
 _MOST_BARS = 1500
 
 
@@ -398,7 +395,6 @@ def _draw_costs(result: ScheduleResult, axes: Axes) -> None:
     thousands(axes.xaxis, axes.yaxis)
 
 
-WARPS_WIDTH_INCHES, WARPS_HEIGHT_INCHES = 10.0, 7.5
 _POINTS = 400
 _COLOURS = (BLUE, ORANGE)
 

@@ -124,10 +124,6 @@ def _section(file: NamedFile, options: ReportOptions) -> ProbeSection:
     return ProbeRecording.open(_one_recording(file.path)).section(options.section)
 
 
-def _schedule(files: list[NamedFile], options: ReportOptions, progress: Progress) -> Evaluated:
-    return evaluate_schedule(_section(files[0], options), progress)
-
-
 def _dmat(files: list[NamedFile], options: ReportOptions, progress: Progress) -> Evaluated:
     path = _one_recording(files[0].path)
     source = AccessMap.open(path) if path.endswith(".dmat") else ProbeRecording.open(path).section(options.section)
@@ -149,55 +145,58 @@ def _warps(files: list[NamedFile], options: ReportOptions, progress: Progress) -
     )
 
 
+def _labelled(files: list[NamedFile]) -> list[tuple[str | None, str]]:
+    return [(file.label, file.path) for file in files]
+
+
 def _counts(kind: str) -> ReportKind:
-    def evaluated(files: list[NamedFile], options: ReportOptions, progress: Progress) -> Evaluated:
-        return evaluate_counts(kind, _section(files[0], options), progress)
-
-    what = f"a recording of {kind}, or the folder of a run with one"
-    return ReportKind(evaluated, pictures.draw_counts, _BARS, (1, 1), what)
-
-
-def _overhead(files: list[NamedFile], _options: ReportOptions, _progress: Progress) -> Evaluated:
-    return evaluate_overhead([(file.label, file.path) for file in files])
+    return ReportKind(
+        lambda files, options, progress: evaluate_counts(kind, _section(files[0], options), progress),
+        pictures.draw_counts,
+        (10, 6),
+        (1, 1),
+        f"a recording of {kind}, or the folder of a run with one",
+    )
 
 
-def _memory(files: list[NamedFile], options: ReportOptions, _progress: Progress) -> Evaluated:
-    return evaluate_memory([(file.label, file.path) for file in files], options.predictions)
-
-
-def _latency(files: list[NamedFile], _options: ReportOptions, _progress: Progress) -> Evaluated:
-    return evaluate_latency(files[0].path)
-
-
-_BARS = (pictures.BARS_WIDTH_INCHES, pictures.BARS_HEIGHT_INCHES)
 KINDS: dict[str, ReportKind] = {
     "schedule": ReportKind(
-        _schedule,
+        lambda files, options, progress: evaluate_schedule(_section(files[0], options), progress),
         pictures.draw_schedule,
-        (pictures.SCHEDULE_WIDTH_INCHES, pictures.SCHEDULE_HEIGHT_INCHES),
+        (10, 8.5),
         (1, 1),
         "a recording of block_sched, or the folder of a run with one",
     ),
     "dmat": ReportKind(
         _dmat,
         pictures.draw_dmat,
-        (pictures.DMAT_WIDTH_INCHES, pictures.DMAT_HEIGHT_INCHES),
+        (10, 8.5),
         (1, 1),
         "a .dmat file, a recording of dmat, or the folder of a run with one",
     ),
     "overhead": ReportKind(
-        _overhead, pictures.draw_overhead, _BARS, (1, None), "folders of runs, or logs, as PROBE=PATH"
+        lambda files, _options, _progress: evaluate_overhead(_labelled(files)),
+        pictures.draw_overhead,
+        (10, 6),
+        (1, None),
+        "folders of runs, or logs, as PROBE=PATH",
     ),
     "memory": ReportKind(
-        _memory, pictures.draw_memory, _BARS, (1, None), "folders of runs, as MODEL/TEST=DIR, or --predict"
+        lambda files, options, _progress: evaluate_memory(_labelled(files), options.predictions),
+        pictures.draw_memory,
+        (10, 6),
+        (1, None),
+        "folders of runs, as MODEL/TEST=DIR, or --predict",
     ),
-    "latency": ReportKind(_latency, pictures.draw_latency, _BARS, (1, 1), "a CSV file"),
+    "latency": ReportKind(
+        lambda files, _options, _progress: evaluate_latency(files[0].path),
+        pictures.draw_latency,
+        (10, 6),
+        (1, 1),
+        "a CSV file",
+    ),
     "warps": ReportKind(
-        _warps,
-        pictures.draw_warps,
-        (pictures.WARPS_WIDTH_INCHES, pictures.WARPS_HEIGHT_INCHES),
-        (1, 2),
-        "a recording of block_sched, or two to compare, as NAME=PATH",
+        _warps, pictures.draw_warps, (10, 7.5), (1, 2), "a recording of block_sched, or two to compare, as NAME=PATH"
     ),
     **{kind: _counts(kind) for kind in LAYOUTS},
 }
