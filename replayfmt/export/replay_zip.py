@@ -32,36 +32,17 @@ from replayfmt.format.source import Closing
 from replayfmt.format.validation import counted, printable
 from replayfmt.initializers import TensorInfo
 from replayfmt.pytorch.operators import refused_names
-from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, undispatched
+from replayfmt.pytorch.tensors.memory import DTYPE_CODE, TORCH_DTYPE, undispatched
 from replayfmt.replay.plan import Plan
 
+from .replay_script import DTYPES
+from .replay_script import INTEGERS as INTEGERS_NAME
 from .tables import refuse_capture
 
 OWN = "opreplay"  # the member that holds what the IR has no place for
 
 DTYPE_NAMES: dict[DType, str] = {
-    DType.uint8: "unsigned char",
-    DType.int8: "signed char",
-    DType.int16: "short int",
-    DType.int32: "int",
-    DType.int64: "long int",
-    DType.float16: "c10::Half",
-    DType.float32: "float",
-    DType.float64: "double",
-    DType.bool: "bool",
-    DType.bfloat16: "c10::BFloat16",
-    DType.complex32: "c10::complex<c10::Half>",
-    DType.complex64: "c10::complex<float>",
-    DType.complex128: "c10::complex<double>",
-    DType.float8_e5m2: "c10::Float8_e5m2",
-    DType.float8_e4m3fn: "c10::Float8_e4m3fn",
-    DType.float8_e5m2fnuz: "c10::Float8_e5m2fnuz",
-    DType.float8_e4m3fnuz: "c10::Float8_e4m3fnuz",
-    DType.float8_e8m0fnu: "c10::Float8_e8m0fnu",
-    DType.float4_e2m1fn_x2: "c10::Float4_e2m1fn_x2",
-    DType.uint16: "uint16_t",
-    DType.uint32: "uint32_t",
-    DType.uint64: "uint64_t",
+    **{DTYPE_CODE[dtype]: name for name, dtype in DTYPES.items()},
     **{DType[f"{sign}int{bits}"]: f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)},
 }
 _REAL = frozenset(
@@ -262,7 +243,6 @@ def _tensors(label: str, value: Any) -> Iterator[tuple[str, TensorValue]]:
 
 
 IR_NAME, SCRIPT_NAME, README_NAME = "event_replay_ir.json", "replay.py", "README.md"
-INTEGERS_NAME = "integers.json"
 _TIMELESS = (1980, 1, 1, 0, 0, 0)  # the same capture produces the same bytes
 _EXECUTABLE = 0o755 << 16
 _SHOWN = 20
