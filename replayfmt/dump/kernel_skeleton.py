@@ -12,13 +12,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from difflib import get_close_matches
+from enum import IntEnum
 from keyword import iskeyword
 from os.path import basename
 from typing import Any
 
 from replayfmt.errors import UsageError
 from replayfmt.format.attachments import METADATA, SOURCE, contents_of, only_inside, parse_metadata
-from replayfmt.format.codes import KernelKind
+from replayfmt.format.codes import DType, KernelKind, Layout, MemoryFormat
 from replayfmt.format.model import Kernel
 from replayfmt.format.operator_schema import (
     OperatorSchema,
@@ -249,27 +250,8 @@ class CppSkeleton(_CodeSkeleton):
         yield f"    kernel({', '.join(names)})"
 
 
-# Schemas hold the defaults of these types as numbers; what PyTorch calls them in Python.
-_MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
-_SCALAR_TYPES = (
-    "uint8",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "float32",
-    "float64",
-    "complex32",
-    "complex64",
-    "complex128",
-    "bool",
-    "qint8",
-    "quint8",
-    "qint32",
-    "bfloat16",
-)
-_LAYOUTS = ("strided", "sparse_coo")
+# Schemas hold the defaults of these types as PyTorch's numbers, which are one less than the format's codes.
+_CODES: dict[str, type[IntEnum]] = {"MemoryFormat": MemoryFormat, "ScalarType": DType, "Layout": Layout}
 _OF_CODE = {KernelKind.triton: TritonSkeleton, KernelKind.inductor_cpp: CppSkeleton}
 
 
@@ -595,12 +577,13 @@ def _default(declared: SchemaType, text: str) -> str:
     """A default as Python source: anything but a literal is refused, numbers that represent PyTorch's constants are
     named."""
     kind = declared.text.removesuffix("?")
-    named = {"MemoryFormat": _MEMORY_FORMATS, "ScalarType": _SCALAR_TYPES, "Layout": _LAYOUTS}.get(kind)
-    if named is not None and text.isdecimal():
-        if int(text) >= len(named):
+    codes = _CODES.get(kind)
+    if codes is not None and text.isdecimal():
+        names = {code - 1: name for name, code in codes.__members__.items()}
+        if int(text) not in names:
             raise ValueError(f"its default {text} is not a known {kind}")
-        return f"torch.{named[int(text)]}"
-    if named is not None and text in named:
+        return f"torch.{names[int(text)]}"
+    if codes is not None and text in codes.__members__:
         return f"torch.{text}"
     if kind == "Device" and text not in ("None",):
         text = repr(text.strip("\"'"))
