@@ -32,7 +32,7 @@ from replayfmt.format.source import Closing
 from replayfmt.format.validation import counted, printable
 from replayfmt.initializers import TensorInfo
 from replayfmt.pytorch.operators import refused_names
-from replayfmt.pytorch.tensors.memory import DTYPE_CODE, TORCH_DTYPE, undispatched
+from replayfmt.pytorch.tensors.memory import DTYPE_CODE, INTEGERS, TORCH_DTYPE, undispatched
 from replayfmt.replay.plan import Plan
 
 from .replay_script import DTYPES
@@ -163,17 +163,7 @@ class EntryMaker:
         return spec, own
 
 
-_INTEGERS = {
-    DType.bool,
-    DType.uint8,
-    DType.int8,
-    DType.uint16,
-    DType.int16,
-    DType.uint32,
-    DType.int32,
-    DType.uint64,
-    DType.int64,
-}
+_INTEGERS = {DTYPE_CODE[each] for each in INTEGERS}
 _MOST_ELEMENTS = 1 << 22  # quantized weights are integers, too; they need no content
 Texts = dict[str, str]
 

@@ -20,7 +20,7 @@ import torch
 
 from replayfmt.format.external_files import processors
 from replayfmt.format.model import Recipe, Statistics
-from replayfmt.pytorch.tensors.memory import TORCH_DTYPE
+from replayfmt.pytorch.tensors.memory import DTYPE_CODE, TORCH_DTYPE
 
 
 class Role(IntEnum):
@@ -247,20 +247,7 @@ DEFAULT_MEAN = 0.0
 DEFAULT_STD = 0.02
 
 FLOATS = frozenset(
-    {
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex32,
-        torch.complex64,
-        torch.complex128,
-        torch.float8_e4m3fn,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2,
-        torch.float8_e5m2fnuz,
-        torch.float8_e8m0fnu,
-    }
+    dtype for dtype in DTYPE_CODE if (dtype.is_floating_point or dtype.is_complex) and dtype != torch.float4_e2m1fn_x2
 )
 
 _CHUNK = 1 << 20
