@@ -201,25 +201,10 @@ def _written_slots(reader: CaptureReader, layout: SlotLayout) -> tuple[list[int]
     return [slot for top in places for slot in top.tensors], storages
 
 
-# Kinds whose value is plain JSON; lists of one such kind hold these values themselves.
-PLAIN = frozenset(
-    {
-        ValueKind.none,
-        ValueKind.bool,
-        ValueKind.int,
-        ValueKind.float,
-        ValueKind.complex,
-        ValueKind.string,
-        ValueKind.dtype,
-        ValueKind.layout,
-        ValueKind.memory_format,
-        ValueKind.device,
-        ValueKind.process_group,
-        ValueKind.opaque,
-    }
-)
 RUNS = {ValueKind.int: "integer", ValueKind.float: "float"}
 REFERENCES = frozenset({ValueKind.storage, ValueKind.generator, ValueKind.payload, ValueKind.range, ValueKind.recipe})
+# Kinds whose value is plain JSON; lists of one such kind hold these values themselves.
+PLAIN = frozenset(ValueKind) - REFERENCES - {ValueKind.tensor, ValueKind.composite, ValueKind.list, ValueKind.tuple}
 CODES: dict[ValueKind, Callable[[int], Any]] = {
     ValueKind.dtype: DType,
     ValueKind.layout: Layout,
