@@ -26,10 +26,15 @@ class SubstitutionFindings(Protocol):
 
 
 class OpReplayError(Exception):
-    """Base class. `status` is a canonical status name, `exit_code` what a tool exits with."""
+    """Base class. `status` is a canonical status name, `exit_code` what a tool exits with, `findings` are sentences
+    that belong to the message."""
 
     status = "FAILED_PRECONDITION"
     exit_code = 1
+
+    def __init__(self, message: str = "", findings: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.findings = findings
 
 
 class UsageError(OpReplayError):
@@ -99,10 +104,6 @@ class ReplayRefused(OpReplayError):
     `findings` lists every one of them, each a full sentence.
     """
 
-    def __init__(self, message: str, findings: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.findings = findings
-
 
 class ReplayFailed(OpReplayError):
     """An op failed while it was being replayed."""
@@ -112,7 +113,6 @@ class ReplayMismatch(OpReplayError):
     """The replay ran, and a result differs from the captured one. `findings` say what may explain it."""
 
     status = "DATA_LOSS"
-    findings: tuple[str, ...] = ()
 
 
 class GuardViolated(ReplayFailed):
@@ -121,19 +121,11 @@ class GuardViolated(ReplayFailed):
 
     status = "OUT_OF_RANGE"
 
-    def __init__(self, message: str, findings: tuple[str, ...]) -> None:
-        super().__init__(message)
-        self.findings = findings
-
 
 class SubstitutionFailed(ReplayFailed):
     """A replacement raised an exception. `findings` are the lines of its traceback, from the replacement's file on."""
 
     status = "ABORTED"
-
-    def __init__(self, message: str, findings: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.findings = findings
 
 
 class SubstitutionRejected(ReplayMismatch):
@@ -145,6 +137,5 @@ class SubstitutionRejected(ReplayMismatch):
     status = "ABORTED"
 
     def __init__(self, message: str, report: SubstitutionFindings) -> None:
-        super().__init__(message)
+        super().__init__(message, report.findings)
         self.report = report
-        self.findings = report.findings

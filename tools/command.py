@@ -354,7 +354,7 @@ def report(error: OpReplayError) -> None:
     """Print an error: `STATUS: message` on stderr, then its findings, one per line."""
     with said_if_possible():
         say(f"{error.status}: {error}", err=True)
-        for finding in getattr(error, "findings", ()):
+        for finding in error.findings:
             say(f"  {finding}", err=True)
 
 

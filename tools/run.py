@@ -227,7 +227,6 @@ def _repeat(capture: str, flags: ReplayFlags, times: int, processes: bool, form:
 def _judge(capture: str, result: ReplayResult, *, part: bool) -> int:
     """Report a mismatch on stderr; returns the exit code. `part`: no more than that was asked for."""
     if result.divergence is not None:
-        mismatch = ReplayMismatch(f"{capture}: the replay differs from the capture: {result.divergence}")
         findings = [f"results differ between two runs: {text}" for text in result.nondeterministic]
         if result.divergence.written_by is not None:
             findings.append(
@@ -235,8 +234,8 @@ def _judge(capture: str, result: ReplayResult, *, part: bool) -> int:
                 f"capture with --digests=ops to find it; opreplay-run --repeat=2 {capture} says which ops differ from "
                 "run to run here"
             )
-        mismatch.findings = tuple(findings)
-        report(mismatch)
+        said = f"{capture}: the replay differs from the capture: {result.divergence}"
+        report(ReplayMismatch(said, tuple(findings)))
     if part and result.divergence is None and not result.left_out:
         return int(any(each.verdict != "ok" for each in result.verdicts or ()))
     return 0 if result.outcome == "ok" else 1
