@@ -244,7 +244,7 @@ def repeat_by(path: str, times: int, ways: Mapping[str, Callable[[str], object]]
 def _models(side: Side) -> str:
     """The names of the devices of a replay."""
     devices = [each for each in side.reader.devices if each is not None]
-    used = [each for each in devices if each.kind not in ("cpu", "meta")] or devices
+    used = [each for each in devices if each.is_accelerator] or devices
     return ", ".join(each.name or each.kind for each in used)
 
 

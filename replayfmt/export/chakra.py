@@ -28,7 +28,7 @@ from replayfmt.errors import InvalidCapture, OpReplayError, ReplayRefused, Usage
 from replayfmt.format.codes import ITEM_BYTES, RecordKind
 from replayfmt.format.model import Record, StreamPlacement, TensorMeta, TensorValue
 from replayfmt.format.output import new_folder
-from replayfmt.format.races import HOST_KINDS, MASKS, Accesses, accesses_of
+from replayfmt.format.races import MASKS, Accesses, accesses_of
 from replayfmt.format.rank_files import (
     LAUNCH,
     WAIT,
@@ -260,9 +260,7 @@ class _Rank:
         self._left_ns: dict[Any, int] = {}  # by lane: nanoseconds that its microseconds lack so far
         self._shapes: dict[int, Accesses] = {}
         self._issued: dict[Any, int | None] = {}  # by lane: the host's node that it waits for already
-        self._host_devices = {
-            number for number, each in enumerate(reader.devices) if each is not None and each.kind in HOST_KINDS
-        }
+        self._accelerators = reader.accelerators
         self._durations = _durations(reader, times)
 
     def write(self) -> None:
@@ -299,7 +297,7 @@ class _Rank:
             return
         metas = [self._meta(frame, slot) for slot in slots]
         devices = [meta.device for meta in metas]
-        on_host = all(each in self._host_devices for each in devices)
+        on_host = self._accelerators.isdisjoint(devices)
         lanes = self._lanes(frame, row, [] if on_host else devices)
         ordinal = frame.first_ordinal + row
         duration = self._durations.get(ordinal)
@@ -314,7 +312,7 @@ class _Rank:
             frame, row, _COMP, name, lanes, reads, writes, about, duration=duration, inputs=inputs, outputs=outputs
         )
         masked = shape.masks and any(meta.dtype in MASKS for meta in metas[1:])
-        copies = shape.blocks and any(meta.device in self._host_devices and meta.sizes for meta in metas)
+        copies = shape.blocks and any(meta.device not in self._accelerators and meta.sizes for meta in metas)
         if not on_host and (shape.waits or masked or copies):
             self._order.host_waits(node)
 
@@ -324,7 +322,7 @@ class _Rank:
         if frame.placement is not None and frame.placement[row]:
             placement = self._reader.placements[int(frame.placement[row])]
         placement = placement or StreamPlacement(())
-        streams = [(each, placement.stream(each)) for each in dict.fromkeys(devices) if each not in self._host_devices]
+        streams = [(each, placement.stream(each)) for each in dict.fromkeys(devices) if each in self._accelerators]
         return streams or [("thread", int(frame.thread[row]))]
 
     def _add(
@@ -422,7 +420,7 @@ class _Rank:
         for each in current:  # it begins when what was issued before it is done
             self._order.join(lane, self._order.last(each))
         node = self._add(frame, row, kind, operator, [lane], reads, writes, about)
-        on_device = any(each not in self._host_devices for each in devices)
+        on_device = not self._accelerators.isdisjoint(devices)
         self._works[int(record.argument("work"))] = node, not on_device  # type: ignore[arg-type]
 
     def _wait(self, frame: RecordFrame, row: int, record: Record) -> None:

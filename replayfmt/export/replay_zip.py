@@ -180,9 +180,8 @@ class Integers(Closing):
     def _prepared(self) -> Plan | None:
         """The plan of a replay, once it is needed."""
         if self._plan is None and not self.problem:
-            on_host = all(device is None or device.kind in ("cpu", "meta") for device in self._reader.devices)
             try:
-                self._plan = Plan(self._reader, () if on_host else ("cpu",), True, keep_going=True)
+                self._plan = Plan(self._reader, ("cpu",) if self._reader.accelerators else (), True, keep_going=True)
             except ReplayRefused as error:
                 self.problem = f"{error}: {'; '.join(error.findings)}"
             except UsageError as error:

@@ -70,6 +70,10 @@ class Device:
     def __str__(self) -> str:
         return self.kind if self.index < 0 else f"{self.kind}:{self.index}"
 
+    @property
+    def is_accelerator(self) -> bool:
+        return self.kind not in ("cpu", "meta")
+
 
 @dataclass(frozen=True)
 class Attachment:

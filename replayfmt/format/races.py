@@ -25,7 +25,6 @@ MOST_STEPS = 1 << 25  # entries of clocks that a pass reads: about two seconds
 _STEPS_PER_RECORD = 64  # and as many more for each record: what 64 busy streams take
 _ENTRIES_OF_A_CLOCK = 4  # what it takes besides its own
 MOST_KEPT = 1 << 23  # entries of clocks that streams and events keep: about 400 MB
-HOST_KINDS = ("cpu", "meta")
 # Operators that wait for the device to know how large their result is, or what it says.
 _WAITING = frozenset(
     f"aten::{name}"
@@ -167,11 +166,7 @@ class _Pass:
         self._storages: dict[int, _Storage] = {}
         self._racing: set[int] = set()
         self._shapes: dict[int, Accesses] = {}
-        self._accelerators = {
-            number
-            for number, device in enumerate(reader.devices)
-            if device is not None and device.kind not in HOST_KINDS
-        }
+        self._accelerators = reader.accelerators
 
     def run(self, most: int) -> list[Race]:
         """The first races, `most` at most."""

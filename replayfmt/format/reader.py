@@ -123,6 +123,11 @@ class CaptureReader(Closing):
         return read_frame(self.source, self.contents.frames, position)
 
     @cached_property
+    def accelerators(self) -> frozenset[int]:
+        """The ids of the devices that are neither the host nor without memory."""
+        return frozenset(n for n, device in enumerate(self.devices[1:], start=1) if device.is_accelerator)
+
+    @cached_property
     def signature_kinds(self) -> np.ndarray:
         """The kind of each signature's records, by signature id: uint8[signatures + 1], 0 unused."""
         return np.concatenate(([RecordKind.none], self.definitions.column("signature_kind"))).astype(np.uint8)

@@ -188,10 +188,7 @@ def _idle_device(figures: KernelFigures, ops: CapturedOps, _memory: list[DeviceM
 def _host_waits(figures: KernelFigures, ops: CapturedOps, _memory: list[DeviceMemory]) -> Finding | None:
     reader = figures.reader
     waiting = [n for n, kernel in enumerate(reader.kernels) if kernel is not None and kernel.name in _WAITS_FOR_DEVICE]
-    devices = [
-        n for n, device in enumerate(reader.devices) if device is not None and device.kind not in ("cpu", "meta")
-    ]
-    chosen = np.isin(ops.kernel, waiting) & np.isin(ops.device, devices)
+    chosen = np.isin(ops.kernel, waiting) & np.isin(ops.device, list(reader.accelerators))
     count = int((ops.calls * chosen).sum())
     if not count:
         return None

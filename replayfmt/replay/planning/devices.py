@@ -133,7 +133,7 @@ def map_devices(captured: Sequence[Device | None], requested: Sequence[str]) -> 
     """
     wanted = [_requested(text) for text in requested]
     accelerators = sorted(
-        (device for device in captured if device is not None and device.kind not in ("cpu", "meta")),
+        (device for device in captured if device is not None and device.is_accelerator),
         key=lambda device: (device.kind, device.index),
     )
     findings: list[str] = []
@@ -166,7 +166,7 @@ def map_devices(captured: Sequence[Device | None], requested: Sequence[str]) -> 
             targets.append(None)
         elif captured_device in chosen:
             targets.append(chosen[captured_device])
-        elif captured_device.kind in ("cpu", "meta"):
+        elif not captured_device.is_accelerator:
             targets.append(torch.device(captured_device.kind))
         else:
             targets.append(None)
@@ -179,7 +179,7 @@ def device_groups(captured: Sequence[Device | None], requested: Sequence[str]) -
 
     Raises UsageError if they are not a multiple, or two groups are the same.
     """
-    needed = max(1, sum(device is not None and device.kind not in ("cpu", "meta") for device in captured))
+    needed = max(1, sum(device is not None and device.is_accelerator for device in captured))
     if len(requested) % needed:
         raise UsageError(
             f"--device: {len(requested)} were given, and the capture used {needed} accelerators; give a multiple of it"
