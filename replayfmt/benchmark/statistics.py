@@ -24,9 +24,8 @@ from typing import Any, Literal
 import numpy as np
 
 from replayfmt.errors import UsageError
-from replayfmt.format.validation import counted
+from replayfmt.format.validation import SECONDS, counted, fitting
 
-_TIME_UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "us"), (1.0, "ns"))
 _RATE_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SIZE_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _DIGITS = 4
@@ -36,13 +35,13 @@ def duration(nanoseconds: float | None) -> str:
     """A time in ns, us, ms or s; `-` if unknown."""
     if nanoseconds is None:
         return "-"
-    scale, unit = next((pair for pair in _TIME_UNITS if abs(nanoseconds) >= pair[0]), _TIME_UNITS[-1])
+    scale, unit = fitting(nanoseconds, SECONDS)
     return f"{_digits(nanoseconds / scale)} {unit}"
 
 
 def size(length: int) -> str:
     """A number of bytes in B, KiB, MiB, GiB or TiB; whole below 1 KiB."""
-    scale, unit = next((pair for pair in _SIZE_UNITS if abs(length) >= pair[0]), _SIZE_UNITS[-1])
+    scale, unit = fitting(length, _SIZE_UNITS)
     return f"{length} {unit}" if scale == 1 else f"{_digits(length / scale)} {unit}"
 
 
@@ -76,7 +75,7 @@ def rate(per_second: float | None) -> str:
     """A rate per second, as 12.34k/s; `-` if unknown."""
     if per_second is None:
         return "-"
-    scale, unit = next((pair for pair in _RATE_UNITS if abs(per_second) >= pair[0]), _RATE_UNITS[-1])
+    scale, unit = fitting(per_second, _RATE_UNITS)
     return f"{_digits(per_second / scale)}{unit}/s"
 
 

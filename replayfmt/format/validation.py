@@ -43,6 +43,21 @@ def tell(text: str) -> None:
             print(printable(text), file=sys.stderr, flush=True)
 
 
+Units = Sequence[tuple[float, str]]
+SECONDS: Units = ((1e9, "s"), (1e6, "ms"), (1e3, "us"), (1.0, "ns"))  # of nanoseconds
+
+
+def fitting(value: float, units: Units) -> tuple[float, str]:
+    """The largest of the units, which come first, that a value has one of; else the smallest."""
+    return next((unit for unit in units if abs(value) >= unit[0]), units[-1])
+
+
+def in_units(value: float, units: Units) -> str:
+    """A value with a unit that fits."""
+    scale, unit = fitting(value, units)
+    return f"{value / scale:.4g} {unit}"
+
+
 def counted(number: int, noun: str) -> str:
     """`1,377 ops`, `1 op`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from replayfmt.errors import LibraryMissing
+from replayfmt.format.validation import in_units
 
 from .costs import PARTS, CountsResult, LatencyResult, MemoryResult, OverheadResult
 from .dmat import OTHER, UNKNOWN, WINDOWS, DmatResult
@@ -212,12 +213,7 @@ def draw_latency(result: LatencyResult, figure: Figure) -> None:
 
 def _amount(count: int) -> str:
     """Bytes as people read them."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.4g} {unit}"
+    return in_units(count, ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B")))
 
 
 def _plain_powers(axes: Axes) -> None:

@@ -29,7 +29,7 @@ from replayfmt.format.keywords import explained
 from replayfmt.format.model import Record
 from replayfmt.format.races import judge_races
 from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.format.validation import counted, flag_of, printable, scope_count
+from replayfmt.format.validation import SECONDS, counted, flag_of, in_units, printable, scope_count
 from replayfmt.pytorch.environment import replay_threads
 from replayfmt.pytorch.tensors.memory import undispatched
 
@@ -250,11 +250,7 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
 
 
 def seconds(nanoseconds: float) -> str:
-    """A duration with a unit that fits."""
-    for limit, unit, size in ((1_000, "ns", 1), (1_000_000, "us", 1e3), (1_000_000_000, "ms", 1e6)):
-        if nanoseconds < limit:
-            return f"{nanoseconds / size:.4g} {unit}"
-    return f"{nanoseconds / 1e9:.4g} s"
+    return in_units(nanoseconds, SECONDS)
 
 
 def _memory(peak: PeakMemory) -> list[str]:
@@ -267,10 +263,7 @@ def _memory(peak: PeakMemory) -> list[str]:
 
 
 def _size(length: int) -> str:
-    for limit, unit, size in ((1 << 10, "bytes", 1), (1 << 20, "KiB", 1 << 10), (1 << 30, "MiB", 1 << 20)):
-        if length < limit:
-            return f"{length / size:.4g} {unit}"
-    return f"{length / (1 << 30):.4g} GiB"
+    return in_units(length, ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes")))
 
 
 def _mebibytes(length: int) -> str:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from replayfmt.errors import UsageError
-from replayfmt.format.validation import counted, printable
+from replayfmt.format.validation import counted, in_units, printable
 
 from ..machine import gpu_caveats, gpu_lines
 from ..statistics import duration
@@ -25,11 +25,7 @@ from .windows import LEAST_SAMPLES, Energy, EnergyWindow, Role, WindowsFile, fin
 
 
 def joules_text(value: float) -> str:
-    """With a fitting unit."""
-    for scale, unit in ((1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "uJ")):
-        if abs(value) >= scale:
-            return f"{value / scale:.4g} {unit}"
-    return f"{value / 1e-9:.4g} nJ"
+    return in_units(value, ((1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "uJ"), (1e-9, "nJ")))
 
 
 def _figure(title: str, part: dict[str, Any], name: str = "") -> str:
