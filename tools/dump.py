@@ -266,13 +266,8 @@ def write_bytes(content: bytes | memoryview, capture: str, output: str | None, f
 
     if same_file(capture, output):
         raise UsageError(f"{output}: is the capture itself; name another file")
-    target = Output(output, force, doing="extracting")
-    try:
+    with Output(output, force, doing="extracting") as target:
         target.write([content])
-        target.finish()
-    except BaseException:
-        target.discard()
-        raise
 
 
 main = console_script(cli)
