@@ -16,6 +16,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -88,24 +89,20 @@ def export_perfetto(
     timeline = _CaptureTimeline(reader, ordinals)
     origin = timeline.first_ns()
     chosen = [_during(reader, each) for each in power]
-    with Output(out, force, doing="exporting") as output:
-        output.write([b'{"displayTimeUnit":"ns","traceEvents":[\n'])
-        events = _EventWriter(output)
-        for event in timeline.events():
-            events.add(event)
+
+    def events() -> Iterator[Event]:
+        yield from timeline.events()
         for series, times in zip(power, chosen, strict=True):
             for place, time_ns in times:
-                events.add(_counter(f"power, GPU {series.gpu} (W)", "W", time_ns, float(series.watts[place])))
+                yield _counter(f"power, GPU {series.gpu} (W)", "W", time_ns, float(series.watts[place]))
                 timeline.counts.counters += 1
         if isolated:
-            for event in _isolated_events(reader, ordinals, isolated, origin, timeline.counts):
-                events.add(event)
+            yield from _isolated_events(reader, ordinals, isolated, origin, timeline.counts)
         for number, trace in enumerate(replayed):
-            for event in _Replayed(trace, _FIRST_REPLAYED * (number + 1), origin).events(timeline.counts):
-                events.add(event)
-        events.end()
-        about = {"capture": os.path.basename(reader.path), "session": reader.session.session_id}
-        output.write([f'\n],"otherData":{json.dumps(about)}}}\n'.encode()])
+            yield from _Replayed(trace, _FIRST_REPLAYED * (number + 1), origin).events(timeline.counts)
+
+    about = {"capture": os.path.basename(reader.path), "session": reader.session.session_id}
+    _write(out, events(), about, force)
     return timeline.counts
 
 
@@ -124,19 +121,26 @@ def export_perfetto_ranks(folder: str, out: str | os.PathLike[str], *, force: bo
             refuse_capture(reader, out)
             began.append(reader.session.created_unix_ns or 0)
     launches: dict[Any, list[Event]] = defaultdict(list)
-    with Output(out, force, doing="exporting") as output:
-        output.write([b'{"displayTimeUnit":"ns","traceEvents":[\n'])
-        events = _EventWriter(output)
+
+    def events() -> Iterator[Event]:
         for rank, path in enumerate(paths):
             with open_capture(path) as reader:
-                for event in _of_rank(reader, rank, began[rank] - min(began), launches, counts):
-                    events.add(event)
+                yield from _of_rank(reader, rank, began[rank] - min(began), launches, counts)
         for number, met in enumerate(launches.values()):
-            for event in _arrows(number, met):
-                events.add(event)
-        events.end()
-        output.write([f'\n],"otherData":{json.dumps({"ranks": world})}}}\n'.encode()])
+            yield from _arrows(number, met)
+
+    _write(out, events(), {"ranks": world}, force)
     return counts
+
+
+def _write(out: str | os.PathLike[str], events: Iterator[Event], about: dict[str, Any], force: bool) -> None:
+    with Output(out, force, doing="exporting") as output:
+        output.write([b'{"displayTimeUnit":"ns","traceEvents":[\n'])
+        between = ""
+        while lines := [json.dumps(event, separators=(",", ":")) for event in islice(events, _AT_ONCE)]:
+            output.write([(between + ",\n".join(lines)).encode()])
+            between = ",\n"
+        output.write([f'\n],"otherData":{json.dumps(about)}}}\n'.encode()])
 
 
 def _of_rank(
@@ -165,25 +169,6 @@ def _arrows(number: int, met: list[Event]) -> Iterator[Event]:
         yield flow | {"ph": phase, "id": number, "cat": "collective", "name": "collective", "bp": "e"}
 
 
-class _EventWriter:
-    def __init__(self, output: Output) -> None:
-        self._output = output
-        self._lines: list[str] = []
-        self._any = False
-
-    def add(self, event: dict[str, Any]) -> None:
-        self._lines.append(json.dumps(event, separators=(",", ":")))
-        if len(self._lines) == _AT_ONCE:
-            self.end()
-
-    def end(self) -> None:
-        if self._lines:
-            text = ",\n".join(self._lines)
-            self._output.write([(",\n" + text if self._any else text).encode()])
-            self._any = True
-            self._lines.clear()
-
-
 class _CaptureTimeline:
     def __init__(self, reader: CaptureReader, ordinals: np.ndarray | None) -> None:
         self._reader = reader
@@ -199,7 +184,7 @@ class _CaptureTimeline:
         first = next(op_column_frames(self._reader, self._ordinals), None)
         return 0 if first is None else int(first["start_ns"][0][0])
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def events(self) -> Iterator[Event]:
         """All of them, frame by frame."""
         reader = self._reader
         yield _named("process_name", _HOST, 0, "captured: host")
@@ -235,7 +220,7 @@ class _CaptureTimeline:
         first, last = np.searchsorted(self._ordinals, (frame.first_ordinal, frame.first_ordinal + frame.count))
         return bool(last > first)
 
-    def _ops(self, frame: RecordFrame, columns: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _ops(self, frame: RecordFrame, columns: dict[str, Any]) -> Iterator[Event]:
         rows = columns["ordinal"] - frame.first_ordinal
         notes = [0] * len(rows) if frame.annotation is None else frame.annotation[rows].tolist()
         starts, _unknown = columns["start_ns"]
@@ -261,7 +246,7 @@ class _CaptureTimeline:
             if note:
                 yield from self._kernels(self._reader.annotation(note) or {}, about["ordinal"])
 
-    def _kernels(self, annotation: dict[str, Any], ordinal: int) -> Iterator[dict[str, Any]]:
+    def _kernels(self, annotation: dict[str, Any], ordinal: int) -> Iterator[Event]:
         """What an import has kept of the kernels that ran for a record."""
         listed = annotation.get("device_kernels")
         for each in listed if isinstance(listed, list) else ():
@@ -279,7 +264,7 @@ class _CaptureTimeline:
             self.counts.kernels += 1
             yield from self._slice(self._devices[device], track, str(each.get("name")), start, start + duration, about)
 
-    def _marks(self, frame: RecordFrame) -> Iterator[dict[str, Any]]:
+    def _marks(self, frame: RecordFrame) -> Iterator[Event]:
         """Scopes, and what the capture could not record."""
         for row in np.flatnonzero(self._is_mark[frame.signature]).tolist():
             record = self._reader.record(frame.first_ordinal + row)
@@ -295,9 +280,7 @@ class _CaptureTimeline:
                 name, start = scopes.pop()
                 yield from self._slice(_HOST, f"thread {record.thread}: scopes", name, start, record.start_ns, {})
 
-    def _slice(
-        self, pid: int, track: str, name: str, start: int, end: int, about: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
+    def _slice(self, pid: int, track: str, name: str, start: int, end: int, about: dict[str, Any]) -> Iterator[Event]:
         known = self._tracks.setdefault((pid, track), [])
         scopes = track.endswith("scopes")  # they nest as they are
         lane = next((number for number, (_tid, until) in enumerate(known) if until <= start or scopes), len(known))
@@ -312,9 +295,7 @@ class _CaptureTimeline:
         self._next_tid += 1
         return _named("thread_name", pid, known[-1][0], name)
 
-    def _instant(
-        self, track: str, name: str, category: str, start: int, about: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
+    def _instant(self, track: str, name: str, category: str, start: int, about: dict[str, Any]) -> Iterator[Event]:
         known = self._tracks.setdefault((_HOST, track), [])
         if not known:
             yield self._lane(_HOST, track, known)
@@ -323,7 +304,7 @@ class _CaptureTimeline:
 
 def _isolated_events(
     reader: CaptureReader, ordinals: np.ndarray | None, times: IsolatedTimes, origin_ns: int, counts: TimelineCounts
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Event]:
     """Isolated calls one after the other, from `origin_ns` on."""
     yield _named("process_name", _ISOLATED, 0, "isolated calls, one after the other: not a run")
     every, names = captured_ops(reader), NameTable()
@@ -354,7 +335,7 @@ class _Replayed:
         self._pids: dict[str, int] = {}
         self._tids: dict[tuple[str, str], int] = {}
 
-    def events(self, counts: TimelineCounts) -> Iterator[dict[str, Any]]:
+    def events(self, counts: TimelineCounts) -> Iterator[Event]:
         """Those that viewers know, and the names of their processes; the others are counted."""
         for event in self._trace.events():
             moved = self._moved(event)
