@@ -216,7 +216,7 @@ class Capture(Closing):
         with numbers of calls and sums of times; `kernels` likewise for each kernel, by its id; `device-kernels` for
         each that an imported profiler trace has.
 
-        Raises OpReplayError if pandas is not installed.
+        Raises LibraryMissing if pandas is not installed.
         """
         from replayfmt.export.tables import data_frame
 

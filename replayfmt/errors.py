@@ -6,6 +6,7 @@ The tools print it as one line, `STATUS: message`, and exit with `exit_code`. Im
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, Protocol
 
 
@@ -82,6 +83,16 @@ class NothingCaptured(CaptureFailed):
 
 class LibraryMissing(OpReplayError):
     """What was asked for needs a library that is not installed: an extra of this package."""
+
+
+def optional_library(name: str, what: str, advice: str) -> Any:
+    """The library, imported. Raises LibraryMissing, that `what` needs it, if it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        if error.name != name:
+            raise
+        raise LibraryMissing(f"{what} needs {name}, which is not installed: {advice}") from None
 
 
 class OutputExists(OpReplayError):

@@ -16,7 +16,7 @@ import numpy as np
 
 from replayfmt.dump.listings import csv_cell, device_kernels
 from replayfmt.dump.row_templates import device_metas
-from replayfmt.errors import InvalidCapture, OpReplayError, UsageError
+from replayfmt.errors import InvalidCapture, UsageError, optional_library
 from replayfmt.format.codes import UNKNOWN_DEVICE_NS, RecordKind
 from replayfmt.format.model import calls_in
 from replayfmt.format.output import Output, same_file
@@ -216,7 +216,7 @@ def export_table(
 ) -> int:
     """Write a table of a capture to a file, completely or not at all. Returns the number of its rows.
 
-    Raises UsageError if `out` is the capture, OpReplayError if Parquet is asked for without pyarrow, OutputExists, and
+    Raises UsageError if `out` is the capture, LibraryMissing if Parquet is asked for without pyarrow, OutputExists, and
     CaptureFailed if the file cannot be written.
     """
     refuse_capture(reader, out)
@@ -284,28 +284,13 @@ class _Sink(io.RawIOBase):
 
 
 def _pyarrow() -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        if error.name != "pyarrow":
-            raise
-        raise OpReplayError(
-            "--format=parquet needs pyarrow, which is not installed: pip install 'opreplay[tables]'; --format=csv "
-            "works without it"
-        ) from None
-    return pyarrow
+    advice = "pip install 'opreplay[tables]'; --format=csv works without it"
+    return optional_library("pyarrow", "--format=parquet", advice)
 
 
 def data_frame(reader: CaptureReader, table: TableName) -> pandas.DataFrame:
     """A table as a DataFrame; see Capture.to_pandas."""
-    try:
-        import pandas
-    except ImportError as error:
-        if error.name != "pandas":
-            raise
-        raise OpReplayError(
-            "to_pandas() needs pandas, which is not installed: pip install 'opreplay[pandas]'"
-        ) from None
+    pandas = optional_library("pandas", "to_pandas()", "pip install 'opreplay[pandas]'")
     if table not in TABLES:
         raise UsageError(f"to_pandas({table!r}): expected {', '.join(map(repr, TABLES))}")
     columns: dict[str, list[Any]] = {name: [] for name in TABLE_COLUMNS[table]}

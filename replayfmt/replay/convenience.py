@@ -18,11 +18,11 @@ from replayfmt.collector import collector_paused
 from replayfmt.errors import (
     ContentNotCaptured,
     InvalidCapture,
-    LibraryMissing,
     ReplayFailed,
     ReplayMismatch,
     ReplayRefused,
     UsageError,
+    optional_library,
 )
 from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.keywords import explained
@@ -301,10 +301,7 @@ class ReplayedResults(Mapping[int, Any]):
 
 def frame_of(rows: Sequence[dict[str, Any]]) -> pandas.DataFrame:
     """Rows as a DataFrame. Raises LibraryMissing without pandas."""
-    try:
-        import pandas
-    except ImportError:
-        raise LibraryMissing("to_pandas needs pandas: pip install 'opreplay[pandas]'") from None
+    pandas = optional_library("pandas", "to_pandas()", "pip install 'opreplay[pandas]'")
     return pandas.DataFrame(rows)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from replayfmt.errors import LibraryMissing
+from replayfmt.errors import LibraryMissing, optional_library
 
 from .contents import ReportContents
 from .pictures import (
@@ -225,6 +225,7 @@ def _shown(text: str, limit: int) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
+_ADVICE = "pip install 'opreplay[report]'"
 _EXPORTS = re.compile(r"export\s*\{([^{}]*)\}\s*;?")
 
 
@@ -252,10 +253,7 @@ def make_page(contents: ReportContents, version: str) -> str:
 
 
 def _environment() -> Any:
-    try:
-        import jinja2
-    except ImportError:
-        raise _missing("jinja2") from None
+    jinja2 = optional_library("jinja2", "a report", _ADVICE)
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     return jinja2.Environment(
         loader=jinja2.DictLoader({"page.html": template}),
@@ -291,11 +289,7 @@ def _read(package: str, path: str) -> str:
         file = Path(place, path)
         if file.is_file():
             return file.read_text(encoding="utf-8")
-    raise _missing(package)
-
-
-def _missing(package: str) -> LibraryMissing:
-    return LibraryMissing(f"a report needs {package}, which is not installed: pip install 'opreplay[report]'")
+    raise LibraryMissing(f"a report needs {package}, which is not installed: {_ADVICE}")
 
 
 def _packed(text: str) -> str:
