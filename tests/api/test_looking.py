@@ -84,6 +84,7 @@ def test_to_pandas_gives_the_columns_with_missing_times(small: Path, monkeypatch
         assert values.dtype == np.int64 and mask.dtype == bool
 
 
+@pytest.mark.slow
 def test_to_pandas_gives_a_data_frame_where_pandas_is_installed(small: Path) -> None:
     pandas = pytest.importorskip("pandas")
     with replayfmt.open(small) as capture:
@@ -93,6 +94,7 @@ def test_to_pandas_gives_a_data_frame_where_pandas_is_installed(small: Path) -> 
     assert set(table["scope"]) == {NAME}
 
 
+@pytest.mark.slow
 def test_without_pandas_there_is_one_error_that_says_what_to_install(small: Path) -> None:
     code = f"""
 import sys

@@ -25,6 +25,7 @@ def test_run_replays_verifies_and_prints_what_the_tool_prints(small: Path) -> No
     assert "<b>" not in replayed._repr_html_() and "&lt;b&gt;" in replayed._repr_html_()
 
 
+@pytest.mark.slow
 def test_a_difference_is_raised_unless_the_caller_looks_for_it(small: Path, tmp_path: Path) -> None:
     changed = rewrite(
         small,
@@ -45,6 +46,7 @@ def test_a_difference_is_raised_unless_the_caller_looks_for_it(small: Path, tmp_
         going.to_pandas("substitution")
 
 
+@pytest.mark.slow
 def test_benchmark_measures_scopes_and_prints_the_tools_table(small: Path) -> None:
     measured = replayfmt.benchmark(small, scopes=[NAME], min_time="3x", warmup=0, repetitions=2)
     assert [row["run_type"] for row in measured.rows] == ["iteration"] * 2 + ["aggregate"] * 4

@@ -92,6 +92,7 @@ def test_numbers_and_views_on_captured_memory_are_results_that_a_capture_holds(s
     assert torch.equal(view, inputs["self"].t())
 
 
+@pytest.mark.slow
 def test_every_op_gives_the_same_from_the_capture_and_from_a_replay(small: Path) -> None:
     held = 0
     with replayfmt.open(small) as capture:

@@ -139,6 +139,7 @@ def test_every_public_name_is_there_and_is_listed() -> None:
     )
 
 
+@pytest.mark.slow
 def test_importing_listing_and_opening_need_no_torch(small: Path) -> None:
     code = f"""
 import sys

@@ -70,6 +70,7 @@ def test_times_that_vary_much_decide_nothing_and_pass_a_gate_only_where_they_do_
     assert found.failure(0.05).reason.startswith("cannot be judged, and looks slower (1.100 x): the ratio lies between")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [6, 20, 100])
 def test_the_same_work_measured_twice_seldom_differs(count):
     random = np.random.default_rng(3)
@@ -381,6 +382,7 @@ def busy(random, scale):
     return (scale * random.lognormal(0, 0.02, 400) * (1 + 0.5 * waits * random.random(400))).tolist()
 
 
+@pytest.mark.slow
 def test_the_same_work_on_a_busy_machine_passes_and_a_kernel_a_tenth_slower_does_not():
     random = np.random.default_rng(4)
     for _ in range(100):
@@ -390,6 +392,7 @@ def test_the_same_work_on_a_busy_machine_passes_and_a_kernel_a_tenth_slower_does
         assert not passes and taken == 2, lines
 
 
+@pytest.mark.slow
 def test_the_same_work_whose_times_depend_on_each_other_passes():
     random = np.random.default_rng(6)
     for _ in range(100):
@@ -403,6 +406,7 @@ def test_the_same_work_whose_times_depend_on_each_other_passes():
         assert passes, lines
 
 
+@pytest.mark.slow
 def test_ops_are_compared_with_their_baseline_too(tools, captured, tmp_path):
     old = tmp_path / "old.json"
     flags = ["--per-op", "--kernel=aten::tanh", "--benchmark-min-time=6x"]

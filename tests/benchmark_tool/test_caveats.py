@@ -131,6 +131,7 @@ def test_a_busy_machine_is_named_as_the_cause_only_of_work_on_several_threads(tm
         assert ("an op on 2 threads waits for the slowest; --threads=1 is steadier" in said) == (threads == 2)
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_can_be_chosen_and_the_output_says_so(tools, captured, monkeypatch):
     before, with_capture = torch.get_num_threads(), replayfmt.open(captured).reader.session.settings["num_threads"]
     other = with_capture + 1

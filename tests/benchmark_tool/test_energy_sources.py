@@ -373,6 +373,7 @@ def test_a_machine_without_a_source_of_power_says_why_nothing_is_measured(
     assert f"--energy: not measured: {reason}" in ran.err and "use --energy-windows" in ran.err
 
 
+@pytest.mark.slow
 def test_a_sampler_that_is_killed_leaves_no_figure_and_its_log(tmp_path, monkeypatch):
     a_zeus(tmp_path, monkeypatch, FAKE_ZEUS)
     log = tmp_path / "power.csv"
@@ -415,6 +416,7 @@ def test_a_source_that_is_not_there_is_one_line_that_names_it(tools, captured, t
     assert "not measured: no processor says what energy it takes (OSError: RAPL unavailable)" in ran.err
 
 
+@pytest.mark.slow
 def test_a_source_that_disappears_ends_the_measurement_with_its_reason(tmp_path, monkeypatch):
     fake_nvml.for_processes(tmp_path, monkeypatch, [Board(lost_after=5, counts=False)])
     log = tmp_path / "power.csv"

@@ -208,6 +208,7 @@ def test_rows_are_sorted_alike_in_every_format_and_top_cuts_only_the_table(captu
     assert "the 2 rows shown are " in ran.out and " more are not shown" in ran.out
 
 
+@pytest.mark.slow
 def test_the_calls_of_all_groups_together_are_those_of_the_capture(captured):
     with Plan(captured, keep_going=True) as plan:
         run = measure_ops(plan, OpOptions(MinTime(iterations=1), "none"), progress=lambda *_: None)

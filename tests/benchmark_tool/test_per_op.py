@@ -54,6 +54,7 @@ def dropout(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_each_distinct_op_is_one_row_with_its_count(captured):
     run = measured(captured)
     by_name = {op.group.kernel.qualified_name: op for op in run.ops}
@@ -77,6 +78,7 @@ class _Rank:
         return [said, *self._heard]
 
 
+@pytest.mark.slow
 def test_an_op_that_differs_on_the_rank_that_measures_it_has_that_verdict_and_reason(captured, monkeypatch):
     with Plan(captured, keep_going=True) as plan:
         first = select_ops(plan.reader, progress=quiet).groups[1].first_ordinal
@@ -127,6 +129,7 @@ def test_every_op_can_be_measured_by_itself(captured):
     assert {op.group.count for op in run.ops} == {1}
 
 
+@pytest.mark.slow
 def test_what_an_op_writes_is_put_back_so_that_the_replay_goes_on_as_captured(dropout):
     run = measured(dropout)
     assert {op.group.kernel.qualified_name: op.verdict for op in run.ops}["aten::mul_.Tensor"] == "ok"
@@ -166,6 +169,7 @@ def test_an_op_that_writes_finds_the_same_input_at_each_call(dropout):
         assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+@pytest.mark.slow
 def test_times_are_the_median_of_samples_and_the_estimate_is_count_times_it(captured):
     ticks = iter(range(0, 10**9, 1000))
     clock = Clock(real=lambda: next(ticks), cpu=lambda: 0)
@@ -306,6 +310,7 @@ def test_describing_and_choosing_ops_makes_no_tensor(captured, monkeypatch):
         assert all(repr(capture.ops.by_ordinal[ordinal]) for ordinal in chosen.by_ordinal)
 
 
+@pytest.mark.slow
 def test_a_slice_gives_every_op_what_it_was_captured_with(dropout):
     with Plan(dropout, keep_going=True) as plan:
         ordinals = sorted(select_ops(plan.reader, pattern=None, limit=None, every=True, progress=quiet).by_ordinal)
@@ -426,6 +431,7 @@ def test_a_record_that_stands_for_no_number_of_calls_is_one_clear_error(tmp_path
     assert f"ordinal 1: its annotation has count={count!r}" in ran.err
 
 
+@pytest.mark.slow
 def test_each_op_is_printed_as_soon_as_it_is_measured(captured, tools):
     flags = ("--per-op", "--benchmark-min-time=1x")
     ran = tools("benchmark", *flags, captured)

@@ -82,6 +82,7 @@ def test_each_distinct_op_is_measured_once_its_own_content_is_made(
     assert not plan._content._kept, "contents are let go of"
 
 
+@pytest.mark.slow
 def test_verbose_shows_what_was_replayed_and_where(
     capture: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -108,6 +109,7 @@ def test_every_instance_is_run_where_that_is_asked_for(capture: Path, monkeypatc
     assert run.successful == 60 and at[0] == 2 and at[-1] == 100
 
 
+@pytest.mark.slow
 def test_another_instance_is_taken_where_the_first_cannot_be_run(
     capture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

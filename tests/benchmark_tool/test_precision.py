@@ -108,6 +108,7 @@ def test_looking_costs_little_because_it_happens_less_and_less_often(monkeypatch
     assert looks[0] == 6 and len(looks) < 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draw", "median"),
     [
@@ -242,6 +243,7 @@ def test_cold_inputs_are_flushed_untimed_before_each_replay_and_each_call(captur
     assert len(flushed) == len(op.samples) + 1 == op.calls + 1  # and before the call that is looked at first
 
 
+@pytest.mark.slow
 def test_a_flush_is_larger_than_the_cache_or_says_that_its_size_is_not_known(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.setattr(inputs_module, "largest_cache", lambda _root: 3 << 20)

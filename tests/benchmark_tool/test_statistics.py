@@ -134,6 +134,7 @@ def test_times_that_alternate_or_do_not_change_are_independent():
         assert median_interval(np.array(times)).independent == len(times)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [6, 7, 10, 25])
 def test_the_interval_of_several_processes_holds_the_median_of_another_run_of_them(count):
     random = np.random.default_rng(4)

@@ -148,6 +148,7 @@ class Emptied(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_a_tensor_that_lends_only_its_shape_is_not_read_and_not_charged():
     with Emptied() as mode:
         for program, sizes in SHAPES.values():

@@ -50,6 +50,7 @@ for line in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_usage_errors_and_refusals_come_before_torch_is_imported_and_the_program_started(tmp_path):
     import json
 

@@ -285,6 +285,7 @@ def test_python_programs_are_told_from_other_commands_and_from_helpers(command, 
     assert not runs_python_program(command, executable="/bin/git")
 
 
+@pytest.mark.slow
 def test_only_children_that_may_do_the_programs_work_are_workers(children):
     subprocess.run(["true"], check=True)
     subprocess.run([sys.executable, "--version"], check=True, stdout=subprocess.DEVNULL)

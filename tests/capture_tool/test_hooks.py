@@ -96,6 +96,7 @@ def test_a_backward_pass_is_not_told_that_eager_helps_where_its_forward_was_comp
         assert event[3].endswith("let the program call the function that was compiled instead")
 
 
+@pytest.mark.slow
 def test_forward_and_backward_of_a_compiled_function_are_one_record_each(recorder, compiled):
     eager, function = compiled
     x, w, counter = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True), torch.zeros(3)
@@ -138,6 +139,7 @@ def test_compiling_host_reads_and_running_without_the_hooks_works_as_before(comp
     assert not hasattr(torch._inductor.output_code.CompiledFxGraph.__call__, "__wrapped__")
 
 
+@pytest.mark.slow
 def test_with_compiled_eager_the_operators_run_and_the_stance_is_put_back(compiled):
     _, function = compiled
     recorder = FakeRecorder()
@@ -158,6 +160,7 @@ def test_with_compiled_eager_the_operators_run_and_the_stance_is_put_back(compil
     assert [reason for reason, _ in unsupported(again)] == ["compiled_region"]
 
 
+@pytest.mark.slow
 def test_a_region_inside_an_op_is_part_of_the_op(recorder, compiled):
     _, function = compiled
 

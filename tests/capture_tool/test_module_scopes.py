@@ -160,6 +160,7 @@ def test_modules_and_arguments_are_not_kept_alive(log):
     assert [reference() for reference in references] == [None, None]
 
 
+@pytest.mark.slow
 def test_compiled_modules_still_compile_whole(log):
     model = Model()
     compiled = torch.compile(model, backend="eager", fullgraph=True)

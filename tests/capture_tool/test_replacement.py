@@ -62,6 +62,7 @@ def test_a_program_that_replaces_itself_or_ends_at_once_ends_its_capture(tmp_pat
     assert Captured(tmp_path / "x.opreplay").op_names == ["aten::ones.default", "aten::add.Tensor"]
 
 
+@pytest.mark.slow
 def test_what_an_earlier_program_left_is_not_taken_for_a_capture_of_this_one(tmp_path):
     (tmp_path / "program.py").write_text(REPLACES_AT_ONCE)
     with replayfmt.capture(tmp_path / "x.opreplay"):

@@ -169,6 +169,7 @@ class Events:
         return self._lines.get(timeout=600)
 
 
+@pytest.mark.slow
 def test_the_program_itself_may_start_and_end_captures(tmp_path: Path) -> None:
     events = Events()
     requests = replayfmt.request_capture(tmp_path / "{number}.{pid}.opreplay", on_event=events.say)
@@ -241,6 +242,7 @@ def test_a_signal_is_for_the_main_thread_and_its_handler_is_put_back(tmp_path: P
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
+@pytest.mark.slow
 def test_nothing_of_ours_runs_once_the_requests_are_closed(tmp_path: Path) -> None:
     """A thread that the interpreter's end finds in C++ code aborts the process."""
     events, please = Events(), tmp_path / "please"
@@ -252,6 +254,7 @@ def test_nothing_of_ours_runs_once_the_requests_are_closed(tmp_path: Path) -> No
     assert not requests._thread._over.locked()
 
 
+@pytest.mark.slow
 def test_the_function_that_is_told_may_close_the_requests(tmp_path: Path) -> None:
     events, please = Events(), tmp_path / "please"
 

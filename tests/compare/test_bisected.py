@@ -74,6 +74,7 @@ def ordinals_of(path: Path, name: str) -> list[int]:
         return [op.ordinal for op in opened.ops if op.kernel.name == name]
 
 
+@pytest.mark.slow
 def test_the_one_call_that_moves_the_result_is_found_and_proved(capture: Capture) -> None:
     path = capture(lambda x: chain(x, 0, 0, 0.5, 0, 0))
     found = bisect(path, settings=TWO)
@@ -85,6 +86,7 @@ def test_the_one_call_that_moves_the_result_is_found_and_proved(capture: Capture
         jsonschema.validate(json.loads(json.dumps(row)), SCHEMA)
 
 
+@pytest.mark.slow
 def test_a_replay_goes_on_from_where_it_parts_from_an_earlier_one(
     capture: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +106,7 @@ def test_a_replay_goes_on_from_where_it_parts_from_an_earlier_one(
     assert (whole.sets, whole.run, len(whole.sets)) == (found.sets, 1.0, 3)
 
 
+@pytest.mark.slow
 def test_an_operator_with_a_state_of_its_own_does_not_change_the_answer(capture: Capture) -> None:
     def program(x: torch.Tensor) -> None:
         y = torch.ops.steered.hold(torch.ops.steered.off(x, 0.5).clone())
@@ -142,6 +145,7 @@ def test_a_result_within_the_tolerance_is_not_off(capture: Capture) -> None:
     assert bisect(path, settings=TWO).outcome == "found"
 
 
+@pytest.mark.slow
 def test_a_digest_and_a_function_can_be_the_judge(capture: Capture, tmp_path: Path) -> None:
     path, all_digests = capture(lambda x: chain(x, 0, 0.5)), tmp_path / "ops.opreplay"
     calls = ordinals_of(path, "steered::off")
@@ -158,6 +162,7 @@ def test_a_digest_and_a_function_can_be_the_judge(capture: Capture, tmp_path: Pa
     assert bisect(path, judge=f"{script}:far", settings=TWO).sets[0].ordinals == (calls[1],)
 
 
+@pytest.mark.slow
 def test_an_interrupted_bisection_goes_on(
     capture: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tools: Tools
 ) -> None:
@@ -207,6 +212,7 @@ def test_a_result_that_differs_from_itself_cannot_be_bisected(capture: Capture) 
         bisect(path, settings=TWO)
 
 
+@pytest.mark.slow
 def test_the_tool_says_how_many_replays_it_needs_and_exits_with_1_if_something_moves_the_result(
     tools: Tools, capture: Capture
 ) -> None:

@@ -32,6 +32,7 @@ def pair(tmp_path: Path) -> list[str]:
     return paths
 
 
+@pytest.mark.slow
 def test_the_exit_code_says_whether_results_are_equal(tools: Tools, pair: list[str]) -> None:
     equal, other = tools("compare", *pair[:2]), tools("compare", pair[0], pair[2])
     assert (equal.code, other.code) == (0, 1)
@@ -57,6 +58,7 @@ def test_rows_are_as_documented(tools: Tools, pair: list[str], tmp_path: Path) -
     assert kinds == {"comparison", "structure", "unaligned", "divergence"}
 
 
+@pytest.mark.slow
 def test_wrong_usage_and_bad_files_are_one_line(tools: Tools, pair: list[str], tmp_path: Path) -> None:
     nothing = tmp_path / "nothing.opreplay"
     broken = tmp_path / "broken.opreplay"

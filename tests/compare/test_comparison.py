@@ -70,6 +70,7 @@ def test_inserted_ops_that_change_nothing_in_the_end_do_not_make_results_differe
     assert [(each.name, each.a, each.b) for each in found.structure] == [("aten::neg.default", 0, 2)]
 
 
+@pytest.mark.slow
 def test_what_one_run_logs_does_not_make_results_different(made: Made, tmp_path: Path) -> None:
     def program(log: bool) -> None:
         x = torch.arange(12.0).reshape(3, 4)
@@ -89,6 +90,7 @@ def test_what_one_run_logs_does_not_make_results_different(made: Made, tmp_path:
     assert replayfmt.compare(more, twice).outcome == "different"  # it is still there
 
 
+@pytest.mark.slow
 def test_what_the_host_reads_behind_other_ops_is_compared(made: Made) -> None:
     """Nothing of both captures reads it, so no op is left that would differ."""
 
@@ -106,6 +108,7 @@ def test_what_the_host_reads_behind_other_ops_is_compared(made: Made) -> None:
     assert replayfmt.compare(a, made("intact", lambda: program(True, 2)), tolerance="auto").outcome == "equal"
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_off_behind_rounding_is_named(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     def program(detour: bool) -> None:
         x = torch.linspace(-2, 2, 64).reshape(8, 8)
@@ -133,6 +136,7 @@ def test_results_that_are_kept_and_have_no_counterpart_are_not_called_equal(made
     assert found.outcome == "different", found.text
 
 
+@pytest.mark.slow
 def test_an_op_called_differently_of_which_no_result_is_known_is_not_called_equal(made: Made) -> None:
     def program(scale: float) -> None:
         x = torch.arange(12.0)
@@ -146,6 +150,7 @@ def test_an_op_called_differently_of_which_no_result_is_known_is_not_called_equa
     assert replayfmt.compare(a, made("again", lambda: program(1.25), digests="live")).outcome == "equal"
 
 
+@pytest.mark.slow
 def test_an_op_that_changes_more_than_rounding_behind_rounding_is_named(made: Made) -> None:
     def program(detour: bool, scale: float) -> None:
         x = torch.linspace(-2, 2, 64).reshape(8, 8)
@@ -169,6 +174,7 @@ def test_ops_that_only_one_capture_has_are_not_called_equal(made: Made) -> None:
     assert found.outcome == "different" and found.first is None
 
 
+@pytest.mark.slow
 def test_without_digests_only_structure_is_compared_and_the_outcome_says_so(made: Made) -> None:
     found = replayfmt.compare(made("a", chain, digests="none"), made("b", chain, digests="none"))
     assert found.divergence.compared == 1  # the item
@@ -240,6 +246,7 @@ def test_captures_that_have_nothing_in_common_are_one_clear_error(made: Made, tm
         replayfmt.compare(empty, empty)
 
 
+@pytest.mark.slow
 def test_a_setting_that_differs_is_shown(made: Made) -> None:
     def program(precision: str) -> None:
         torch.set_float32_matmul_precision(precision)
@@ -298,6 +305,7 @@ def test_a_compiled_region_is_compared_with_the_operators_it_replaces(made: Made
 # ------------------------------------------------------------------------------------------------------- tolerances
 
 
+@pytest.mark.slow
 def test_ulp_and_relative_tolerances_decide_what_is_within(made: Made) -> None:
     a, b = made("a", chain), made("b", lambda: chain(2.0000002))
     assert replayfmt.compare(a, b).outcome == "different"
@@ -395,6 +403,7 @@ def test_one_op_for_all_parameters_stands_for_the_ops_for_each(made: Made) -> No
     assert any("_foreach_" in name for name in wrong.first.kernels[1])
 
 
+@pytest.mark.slow
 def test_a_fused_op_for_all_parameters_is_off_by_no_more_than_rounding_explains(made: Made) -> None:
     a, b = training(made, "loop"), training(made, "fused", foreach=None, fused=True)
     exact = replayfmt.compare(a, b)
@@ -405,6 +414,7 @@ def test_a_fused_op_for_all_parameters_is_off_by_no_more_than_rounding_explains(
     assert off.first is not None and "aten::_fused_adamw_.default" in off.first.kernels[1], off.text
 
 
+@pytest.mark.slow
 def test_attention_as_one_op_and_as_its_parts_differ_by_what_rounding_explains(made: Made) -> None:
     q, k, v = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(0)).unbind()
 
@@ -422,12 +432,14 @@ def test_attention_as_one_op_and_as_its_parts_differ_by_what_rounding_explains(m
     assert off.first is not None and any("scaled_dot_product" in name for name in off.first.kernels[0]), off.text
 
 
+@pytest.mark.slow
 def test_data_in_another_order_are_content_from_outside_that_differs(made: Made) -> None:
     found = replayfmt.compare(training(made, "a"), training(made, "b", (0, 2, 1)))
     assert found.alignment.share == 1 and not found.alignment.doubts, found.text
     assert found.first is not None and found.first.kind == "input", found.text
 
 
+@pytest.mark.slow
 def test_data_that_were_drawn_in_another_order_are_named(made: Made) -> None:
     def program(seeds: tuple[int, ...]) -> None:
         w = torch.ones(6)
@@ -440,6 +452,7 @@ def test_data_that_were_drawn_in_another_order_are_named(made: Made) -> None:
     assert found.alignment.share == 1
 
 
+@pytest.mark.slow
 def test_an_op_that_writes_in_place_what_another_reads_later_is_in_what_is_blamed(made: Made) -> None:
     def program(inplace: bool) -> None:
         x = torch.linspace(-1, 1, 8).mul(3)

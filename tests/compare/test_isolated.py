@@ -53,6 +53,7 @@ def sided(x: torch.Tensor) -> None:
     torch.ops.sided.threads(y.add_(1), 0.5).log().sum().item()
 
 
+@pytest.mark.slow
 def test_each_ops_own_error_is_seen_without_what_it_inherits_worst_first(capture: Capture) -> None:
     found = isolate(capture(sided), settings=["num_threads=2"])
     assert found.outcome == "different" and found.divergence is None
@@ -65,6 +66,7 @@ def test_each_ops_own_error_is_seen_without_what_it_inherits_worst_first(capture
         jsonschema.validate(json.loads(json.dumps(row)), SCHEMA)
 
 
+@pytest.mark.slow
 def test_a_tolerance_clears_what_is_within_it(capture: Capture) -> None:
     path = capture(lambda x: torch.ops.sided.threads(x, 1e-3))
     assert isolate(path, settings=["threads=2"], tolerance="0,0.01").outcome == "equal"

@@ -48,6 +48,7 @@ def tanh_that_is_off(tmp_path: Path) -> str:
     return f"aten::tanh={file}:tanh"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("digests", ["ops", "live"])
 def test_a_recorded_replay_has_the_same_ordinals_and_results_and_replays(
     capture: Callable[..., Path], tmp_path: Path, digests: str
@@ -62,6 +63,7 @@ def test_a_recorded_replay_has_the_same_ordinals_and_results_and_replays(
         assert other.session.policies[RECORDED_FROM] == one.session.session_id
 
 
+@pytest.mark.slow
 def test_every_result_can_be_digested_although_the_capture_has_digests_of_few(
     capture: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -206,6 +208,7 @@ def lists_draws_and_failures() -> None:
     torch.stack(parts).add(torch.rand(4)).nonzero().tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [other_reads, partly_written, other_layouts, lists_draws_and_failures])
 def test_all_kinds_of_records_are_recorded_and_replay(
     capture: Callable[..., Path], tmp_path: Path, program: Callable[[], None]

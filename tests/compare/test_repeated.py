@@ -75,11 +75,13 @@ def capture(tmp_path: Path) -> Callable[[Callable[[torch.Tensor], object]], Path
 Capture = Callable[[Callable[[torch.Tensor], object]], Path]
 
 
+@pytest.mark.slow
 def test_work_that_is_the_same_each_time_is_deterministic(tools: Tools, capture: Capture) -> None:
     ran = tools("run", "--repeat=3", capture(lambda x: torch.rand(3).add(x.sum()).exp().sum().item()))
     assert ran.code == 0 and ran.out.splitlines()[-1].startswith("deterministic: ")
 
 
+@pytest.mark.slow
 def test_the_first_op_that_differs_from_itself_is_named_with_how_often_and_which_elements(
     moody: Path, capture: Capture
 ) -> None:

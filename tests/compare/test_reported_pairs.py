@@ -150,6 +150,7 @@ def captured(path: Path, program: Callable[[T, T], None]) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other", "kernel"), PAIRS, ids=[one.__name__ for one, _other, _kernel in PAIRS])
 def test_the_op_to_blame_is_named(
     tmp_path: Path, one: Callable[[T, T], None], other: Callable[[T, T], None], kernel: str

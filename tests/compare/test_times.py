@@ -44,6 +44,7 @@ def times_of(a: Path, b: Path, **options: object) -> Times:
     return found.times
 
 
+@pytest.mark.slow
 def test_captured_times_are_compared_by_kernel_and_those_alone_are_added_and_removed(made: Made) -> None:
     a = made("a", lambda x: torch.ops.paced.wait(x.sin(), 0.0).exp().tan())
     b = made("b", lambda x: torch.ops.paced.wait(x.sin(), 0.2).exp().log())
@@ -70,6 +71,7 @@ def measured(path: Path, ns: dict[str, float]) -> str:
     return str(out)
 
 
+@pytest.mark.slow
 def test_two_benchmarks_give_the_times_of_replays(made: Made, tools: Tools) -> None:
     a, b = made("a", lambda x: x.sin().exp().exp()), made("b", lambda x: x.sin().exp().exp())
     files = measured(a, {"aten::sin": 100, "aten::exp": 1000}), measured(b, {"aten::sin": 300, "aten::exp": 400})
@@ -94,6 +96,7 @@ def test_benchmarks_of_another_capture_or_of_one_alone_are_refused(made: Made) -
         replayfmt.compare(a, b, benchmarks=(file,))
 
 
+@pytest.mark.slow
 def test_the_page_has_a_section_on_another_capture(made: Made, tools: Tools, tmp_path: Path) -> None:
     a, b = made("a", lambda x: x.mul(2).exp()), made("b", lambda x: x.mul(3).exp())
     page = tmp_path / "page.html"

@@ -137,6 +137,7 @@ def test_a_reader_that_goes_away_ends_the_tool_quietly(tmp_path: Path) -> None:
         tool.stderr.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_output_that_cannot_be_written_is_an_error(plain: Path) -> None:
     with open("/dev/full", "wb") as full:
@@ -146,6 +147,7 @@ def test_output_that_cannot_be_written_is_an_error(plain: Path) -> None:
     assert ran.stderr == "FAILED_PRECONDITION: the output could not be written: No space left on device\n"
 
 
+@pytest.mark.slow
 def test_the_dump_works_where_torch_cannot_be_imported(plain: Path) -> None:
     program = (
         "import sys\n"
@@ -162,6 +164,7 @@ def test_the_dump_works_where_torch_cannot_be_imported(plain: Path) -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "98\n99\n100\n", "")
 
 
+@pytest.mark.slow
 def test_output_is_utf_8_whatever_the_locale(every: Path) -> None:
     command = [sys.executable, "-m", "opreplay_tools.dump", "--ops=6:7", str(every)]
     environment = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PATH": ""}

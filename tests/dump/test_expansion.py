@@ -125,6 +125,7 @@ def both(path: Path, write: Callable[..., Iterator[bytes]], selection: Selection
     return found
 
 
+@pytest.mark.slow
 def test_captures_are_written_alike(every: Path, plain: Path) -> None:
     goldens = sorted(GOLDEN.glob("*.opreplay"))
     assert goldens
@@ -186,6 +187,7 @@ def test_a_long_capture_is_dumped_alike_with_and_without_the_library(long_captur
         assert len(without.stderr.splitlines()) == 1 and "no C++ compiler" in without.stderr
 
 
+@pytest.mark.slow
 def test_a_damaged_frame_of_a_long_capture_ends_the_dump_after_those_before(long_capture: Path, tmp_path: Path) -> None:
     with open_capture(long_capture) as reader:
         frames = list(reader.record_frames)

@@ -54,6 +54,7 @@ def test_a_long_name_that_many_records_share_is_not_multiplied_in_memory(tmp_pat
     assert longest_chunk(b.close()) < 1 << 27
 
 
+@pytest.mark.slow
 def test_a_single_row_without_end_is_refused(tmp_path: Path) -> None:
     b = Builder(tmp_path / "row.opreplay")
     kernel = b.writer.kernel(Kernel("a::b", "default", ""))
@@ -64,6 +65,7 @@ def test_a_single_row_without_end_is_refused(tmp_path: Path) -> None:
         list(jsonl_chunks(reader, Selection()))
 
 
+@pytest.mark.slow
 def test_tensors_of_absurd_rank_are_refused(tmp_path: Path) -> None:
     b = Builder(tmp_path / "rank.opreplay")
     w = b.writer

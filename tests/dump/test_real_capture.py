@@ -63,6 +63,7 @@ def test_every_row_of_a_real_capture_is_as_documented(real: Path) -> None:
     assert all(line.isprintable() for line in text.split("\n"))
 
 
+@pytest.mark.slow
 def test_rows_of_a_real_capture_name_arguments_as_the_schemas_do(real: Path) -> None:
     found = rows(real)
     kernels = {row["id"]: row for row in found if row["kind"] == "kernel"}

@@ -132,6 +132,7 @@ def test_rows_carry_the_keys_of_the_design_in_its_order(plain: Path) -> None:
     assert list(op["results"][0])[0] == "type"
 
 
+@pytest.mark.slow
 def test_definitions_say_what_the_capture_defines(every: Path) -> None:
     found = rows(every)
     assert [row["kind"] for row in found[:3]] == ["file", "summary", "session"]
@@ -274,6 +275,7 @@ def test_every_signature_row_is_as_the_schema_says(name: str, request: pytest.Fi
         jsonschema.Draft202012Validator(schema_of("signature")).validate(row)
 
 
+@pytest.mark.slow
 def test_the_schema_knows_every_kind_and_no_other() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     kinds = {reference["$ref"].removeprefix("#/$defs/row_") for reference in SCHEMA["oneOf"]}

@@ -113,6 +113,7 @@ def exact(value: Any) -> Any:
     return int(value) if isinstance(value, str) else value
 
 
+@pytest.mark.slow
 def test_every_value_shown_is_the_one_that_the_op_had(path: Path) -> None:
     shown = rows(path)
     watched = Program(shown)
@@ -164,6 +165,7 @@ def test_how_many_elements_are_shown_can_be_said(path: Path) -> None:
     assert "u8[65]=[0, 1, 2, 3, 4, 5, 6, 7, … 57 more]" in text
 
 
+@pytest.mark.slow
 def test_a_selection_shows_what_the_whole_dump_shows(path: Path) -> None:
     whole = {row["ordinal"]: row for row in rows(path)}
     for start in range(0, max(whole), 5):

@@ -165,6 +165,7 @@ def test_wrong_requests_are_one_line_and_write_nothing(tmp_path: Path, tools: To
         capture.to_pandas("nonsense")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_without_pyarrow_parquet_is_one_error_and_csv_is_written(tmp_path: Path) -> None:
     path = captures.plain(tmp_path / "a.opreplay")
     code = f"""

@@ -109,6 +109,7 @@ def test_what_differs_once_is_said_to_agree_when_it_is_replayed_again(
         assert done.code == 1 and f"; replayed again up to there, it {said}" in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("digests", ["ops", "live"])
 def test_consequences_are_folded_under_their_cause(
     tools: Tools, tmp_path: Path, drifting: Drifting, digests: str
@@ -170,6 +171,7 @@ def test_an_op_that_fails_ends_the_run_with_its_ordinal_and_name(
     assert failed["reason"] == "RuntimeError: the machine it needs is gone"
 
 
+@pytest.mark.slow
 def test_an_op_that_raised_when_it_was_captured_has_to_raise_again(
     tools: Tools, tmp_path: Path, drifting: Drifting
 ) -> None:

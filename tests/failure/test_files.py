@@ -82,6 +82,7 @@ def test_a_flipped_bit_in_content_is_found_by_whoever_reads_it(tools: Tools, pat
     )
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("one-error")
 def test_a_flipped_bit_anywhere_is_found_with_its_offset(tools: Tools, path: Path) -> None:
     content = path.read_bytes()

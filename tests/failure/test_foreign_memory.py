@@ -65,6 +65,7 @@ def _by_address() -> torch.Tensor:
     return x + y
 
 
+@pytest.mark.slow
 def test_a_write_that_leaves_no_mark_is_found_by_the_audit_and_differs_without(tools: Tools, tmp_path: Path) -> None:
     done = tools("run", recorded(tmp_path, _by_address, "plain"))
     assert done.code == 1 and "the replay differs from the capture" in done.err

@@ -139,6 +139,7 @@ def test_where_a_file_finds_no_room_nothing_is_left(sources: Sources, tools: Too
         assert left(tmp_path) == ["out"]
 
 
+@pytest.mark.slow
 def test_a_profile_that_finds_no_room_is_not_there(sources: Sources, tools: Tools, tmp_path: Path) -> None:
     with files_no_longer_than(1000):
         done = tools(*arguments("profile", sources, tmp_path))

@@ -155,6 +155,7 @@ def test_a_reader_that_goes_away_ends_the_check_quietly(capture: Path) -> None:
     assert ran.stderr == ""
 
 
+@pytest.mark.slow
 def test_fifty_truncations_exit_with_3_and_one_line(run: Tool, tmp_path: Path) -> None:
     path, cut = tmp_path / "a.opreplay", tmp_path / "cut.opreplay"
     write_small(path)

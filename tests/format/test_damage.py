@@ -143,6 +143,7 @@ def test_a_flipped_version_bit_does_not_look_like_a_newer_file(small: Path, tmp_
         assert type(caught.value) is InvalidCapture
 
 
+@pytest.mark.slow
 def test_zeros_and_garbage_after_the_end_are_found_and_read_past(small: Path, tmp_path: Path) -> None:
     path, out = tmp_path / "longer.opreplay", tmp_path / "out.opreplay"
     _complete, records, _rest = read_all(small)

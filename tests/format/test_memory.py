@@ -152,6 +152,7 @@ def compare(reader: CaptureReader, model: Model, found: DeviceMemory) -> None:
         assert (least, most) == (min(alive[start:end]), max(alive[start:end]))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(ACTIONS, st.sampled_from([1, 3, 7, 1000]))
 def test_memory_is_what_a_plain_model_of_the_lifetimes_counts(

@@ -62,6 +62,7 @@ def test_a_file_below_a_file_and_names_that_cannot_be_are_not_found(tmp_path: Pa
     _all_refuse("x" * 5000, CaptureNotFound, "too long")
 
 
+@pytest.mark.slow
 def test_an_unreadable_file_is_not_found(tmp_path: Path) -> None:
     path = tmp_path / "secret.opreplay"
     write_small(path)
@@ -140,6 +141,7 @@ def test_a_capture_that_is_still_being_written_can_be_read_up_to_the_last_whole_
     assert read_all(path)[0]
 
 
+@pytest.mark.slow
 def test_opening_reads_only_a_little_of_a_large_capture(tmp_path: Path) -> None:
     """Not timed: the bytes that opening and one record touch are counted instead."""
     path = tmp_path / "a.opreplay"

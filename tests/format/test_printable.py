@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from replayfmt.format.validation import printable, printable_json
 ANY_TEXT = st.text(st.characters(), max_size=40)
 
 
+@pytest.mark.slow
 @given(ANY_TEXT)
 def test_text_becomes_printable_and_printable_text_stays(text: str) -> None:
     assert printable(text).isprintable()
@@ -19,6 +21,7 @@ def test_text_becomes_printable_and_printable_text_stays(text: str) -> None:
         assert printable(text) == text
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         ANY_TEXT | st.integers() | st.none(),

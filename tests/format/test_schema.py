@@ -8,6 +8,8 @@ import re
 from enum import IntEnum, IntFlag
 from pathlib import Path
 
+import pytest
+
 from replayfmt.format import codes, definition_tables, flatbuffer_tables, frames
 
 from .bindings import SCHEMA, bindings
@@ -85,6 +87,7 @@ def test_everything_is_little_endian() -> None:
         assert dtype.itemsize == 1 or dtype == dtype.newbyteorder("<")
 
 
+@pytest.mark.slow
 def test_nothing_in_a_capture_can_become_code() -> None:
     """No module of the format has a way to run, import or unpickle what it read."""
     forbidden = {

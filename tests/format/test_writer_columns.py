@@ -141,6 +141,7 @@ def test_records_beyond_a_frames_limits_become_several_frames(tmp_path: Path, mo
         assert reader.storage_count == 1
 
 
+@pytest.mark.slow
 def test_definitions_that_do_not_fit_one_frame_stay_in_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replayfmt.format.writer._TEXT_FLUSH_BYTES", 1000)
     monkeypatch.setattr("replayfmt.format.definition_tables.MAX_BODY_BYTES", 1000)

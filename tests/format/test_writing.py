@@ -94,6 +94,7 @@ def test_a_path_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> Non
         CaptureWriter(tmp_path, SESSION, force=True)
 
 
+@pytest.mark.slow
 def test_while_capturing_the_file_is_only_appended_to_and_always_ends_with_a_whole_frame(tmp_path: Path) -> None:
     path = tmp_path / "a.opreplay"
     writer = CaptureWriter(path, SESSION)
@@ -260,6 +261,7 @@ def test_a_handler_that_raises_keeps_no_other_from_its_signal() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.slow
 def test_interrupts_at_any_moment_leave_the_capture_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.opreplay"
     writer = CaptureWriter(path, SESSION)

@@ -216,6 +216,7 @@ def test_aiters_rotary_embedding_has_cosines_and_sines_apart() -> None:
     _close(key, expected[1], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [1, 2], ids=["weights in the first", "weights in the second"])
 def test_aiters_two_stages_are_the_weighted_sum_of_each_tokens_experts(weighted: int) -> None:
     tokens, chosen, experts, width, inner, block = 5, 2, 3, 16, 8, 4
@@ -344,6 +345,7 @@ def test_vllms_own_latent_attention_has_its_cache_and_weights_from_before(text: 
     assert "no annotation says" in refusal("vllm::unified_mla_attention_with_output", **given)
 
 
+@pytest.mark.slow
 def test_prefill_and_latent_attention_of_a_trace_are_replayed_on_the_cpu(tmp_path: Path) -> None:
     def half(*sizes: int) -> Any:
         return tensor("c10::BFloat16", *sizes)

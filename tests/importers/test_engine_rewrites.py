@@ -781,6 +781,7 @@ def test_compressed_keys_and_their_turned_part_are_side_by_side_in_the_cache() -
     assert torch.equal(cache[1, 2], torch.cat([compressed[0], turned[0, 0]])) and int(cache.count_nonzero()) == 6
 
 
+@pytest.mark.slow
 def test_a_traces_engine_operators_become_compositions_that_run_and_the_report_says_their_share(
     tools: Any, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def _whole(cache: torch.Tensor) -> torch.Tensor:
     return torch.cat([numbers * scales.repeat_interleave(128, -1), turned], -1)
 
 
+@pytest.mark.slow
 def test_the_quantized_cache_is_written_and_decoded() -> None:
     latent, turned = torch.randn(5, 512, dtype=torch.bfloat16), torch.randn(5, 1, 64, dtype=torch.bfloat16)
     cache, slots = torch.zeros(3, 4, 656, dtype=torch.uint8), torch.tensor([9, 0, -1, 5, 6])
@@ -148,6 +149,7 @@ def test_the_best_places_of_a_row_count_from_where_it_starts() -> None:
     assert wide.tolist() == [[2, 0, 3, 1, -1, -1], [0, 1, -1, -1, -1, -1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [False, True])
 def test_deepgemms_products_have_scales_of_blocks_and_groups_of_rows(words: bool) -> None:
     one, other = torch.randn(6, 256).to(FLOAT8), torch.randn(2, 128, 256).to(FLOAT8)

@@ -325,6 +325,7 @@ def test_the_older_way_back_from_experts_counts_choice_by_choice() -> None:
     _close(total, torch.stack([torch.as_tensor(each) for each in expected]), 1e-5)
 
 
+@pytest.mark.slow
 def test_a_traces_mamba_adapters_and_four_bits_become_compositions_that_run(tools: Any, tmp_path: Path) -> None:
     half, whole, yes = "c10::BFloat16", "int", scalar("True")
     inputs, states, three = tensor(half, 8, 11), tensor(half, 6, 8, 3), tensor(whole, 3)

@@ -154,6 +154,7 @@ def test_marlins_words_hold_tiles(kind: int, bits: int, groups: int) -> None:
     torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=0.1)
 
 
+@pytest.mark.slow
 def test_marlins_experts_multiply_the_tokens_that_are_sorted_to_them() -> None:
     rows, columns, experts, block, chosen = 32, 64, 3, 4, 2
     codes = torch.stack([_random(rows + each, columns, 4)[:rows] for each in range(experts)])

@@ -46,6 +46,7 @@ def names(reader: CaptureReader) -> list[str]:
     return [reader.kernels[record.signature.kernel].qualified_name for record in ops(reader)]
 
 
+@pytest.mark.slow
 def test_the_import_has_exactly_the_ops_that_the_recorder_records(tmp_path: Path, imported: CaptureReader) -> None:
     program = Mlp()
     with replayfmt.capture(tmp_path / "recorded.opreplay"):
@@ -89,6 +90,7 @@ def test_a_replay_has_every_result_as_it_was_traced(imported: CaptureReader) -> 
     assert result.ops == len(ops(imported))
 
 
+@pytest.mark.slow
 def test_values_flow_through_the_replayed_graph(
     mlp: tuple[Path, Mlp], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +167,7 @@ def test_a_level_that_the_trace_cannot_tell_is_said_to_be_another(mlp: tuple[Pat
     assert any("the deepest operators are taken" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_a_trace_that_was_cut_off_gives_what_is_there_and_says_where_it_ends(
     mlp: tuple[Path, Mlp], tmp_path: Path
 ) -> None:

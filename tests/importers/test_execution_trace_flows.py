@@ -285,6 +285,7 @@ def test_an_operator_that_python_handled_without_calling_any_stands_for_itself(t
     assert names(tmp_path / "out.opreplay") == ["aten::add_"]
 
 
+@pytest.mark.slow
 def test_the_work_of_placing_tensors_grows_with_their_number_also_where_all_tensors_are_on_one_memory(
     tmp_path: Path,
 ) -> None:

@@ -84,6 +84,7 @@ def export(path: Path, out: Path, **options: Any) -> Any:
         return export_replay_zip(reader, out, options.pop("wanted", OpSelection()), **options)
 
 
+@pytest.mark.slow
 def test_it_imports_back_identically(capture: Path, tmp_path: Path) -> None:
     exported = export(capture, tmp_path / "x.zip")
     report = import_tracelens(tmp_path / "x.zip", tmp_path / "back.opreplay")
@@ -115,6 +116,7 @@ def test_calls_that_take_one_tensor_twice_come_back_as_a_valid_capture(tmp_path:
         assert plan.execute().outcome == "ok"
 
 
+@pytest.mark.slow
 def test_exporting_what_was_imported_gives_the_same_ir(capture: Path, tmp_path: Path) -> None:
     export(capture, tmp_path / "x.zip")
     import_tracelens(tmp_path / "x.zip", tmp_path / "back.opreplay")

@@ -261,6 +261,7 @@ def test_captures_are_launched_in_the_order_in_which_they_were_made(paired: Pair
     assert [record.argument("self").meta.sizes[0] for record in result.of("op")] == [2, 3, 5, 7, 2, 3, 5, 7]
 
 
+@pytest.mark.slow
 def test_kernels_that_overtake_each_other_are_told_by_name_and_some_may_be_missing(paired: Paired) -> None:
     many = [
         begin(0),

@@ -87,6 +87,7 @@ def test_numbers_of_thousands_of_digits_and_deep_nesting_are_skipped(tmp_path: P
     assert "ranges nested more than 64 deep: ops note the innermost ones" in report.notes
 
 
+@pytest.mark.slow
 def test_anything_in_the_place_of_what_a_trace_says_of_a_kernel_is_read(imported: Import) -> None:
     deep: object = []
     for _ in range(60):

@@ -258,6 +258,7 @@ def test_a_large_trace_is_read_with_memory_for_a_part_of_it(tmp_path: Path) -> N
     assert text_bytes >= 8 << 20 and peak_bytes < text_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the traces of other tools are not here")
 @pytest.mark.parametrize(("name", "least"), [("sglang_qwen3_8b_decode", 10)])
 def test_other_peoples_calls_replay_on_the_host(name: str, least: int, tools: Tools, tmp_path: Path) -> None:

@@ -263,12 +263,14 @@ def test_an_endless_entry_is_skipped_in_bounded_memory(
     assert most < 48 << 20
 
 
+@pytest.mark.slow
 def test_white_space_between_entries_takes_no_memory(tmp_path: Path) -> None:
     path = packed(tmp_path / "t.gz", b'{"traceEvents": [', (b" \n\t\r" * (MILLION // 4), 40), RELU, b"]}")
     count, most, stream = peak(path)
     assert count == 1 and stream.complete and most < 10 << 20
 
 
+@pytest.mark.slow
 def test_data_before_damage_is_decompressed_in_bounded_memory(tmp_path: Path) -> None:
     path = packed(tmp_path / "t.gz", b'{"traceEvents": [', RELU, b", ", (b" " * MILLION, 30), RELU, b"]}")
     data = bytearray(path.read_bytes())
@@ -278,6 +280,7 @@ def test_data_before_damage_is_decompressed_in_bounded_memory(tmp_path: Path) ->
     assert count == 1 and "CRC" in str(stream.problems[-1]) and most < 20 << 20
 
 
+@pytest.mark.slow
 def test_a_tar_header_of_any_length_is_not_read_whole(tmp_path: Path) -> None:
     header = tarfile.TarInfo("./PaxHeaders/x")
     header.type, header.size = tarfile.XHDTYPE, 100 * MILLION
@@ -298,6 +301,7 @@ def test_an_archive_of_nothing_is_called_so(name: str, tmp_path: Path) -> None:
         import_trace(tmp_path / name, tmp_path / "out.opreplay", rank=0)
 
 
+@pytest.mark.slow
 def test_a_trace_of_one_endless_entry_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_stream, "_LONGEST_ENTRY", MILLION)
     path = packed(tmp_path / "t.json.gz", b'{"traceEvents": [{"name": "', (b"a" * MILLION, 4))

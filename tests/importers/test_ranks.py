@@ -219,6 +219,7 @@ def test_ranks_that_are_not_sure_are_refused_by_name(tool: Tool, tmp_path: Path)
     assert rows_of(tmp_path / "0.opreplay")[0] == 20
 
 
+@pytest.mark.slow
 def test_ranks_that_are_missing_are_said(tool: Tool, tmp_path: Path) -> None:
     files = {f"rank_{each}.json": profiled(4, each, 1 << 23) for each in (1, 2, 5)}
     code, _printed, err = tool(packed(tmp_path / "r.zip", files), "--rank=all", "-o", tmp_path / "{rank}.opreplay")
@@ -331,6 +332,7 @@ def test_what_is_no_trace_of_any_rank_is_one_error(tmp_path: Path) -> None:
         import_trace(replay, replay.with_name("b.zip"), rank=0)
 
 
+@pytest.mark.slow
 def test_a_packed_member_that_is_cut_off_gives_what_is_there(tmp_path: Path) -> None:
     events = [op("aten::mm", 10 * each, 5, MM) for each in range(4000)]
     whole = trace(tmp_path / "t.json.gz", events).read_bytes()

@@ -93,6 +93,7 @@ def _packet(name: str) -> Any:
     return getattr(getattr(torch.ops, namespace), base)
 
 
+@pytest.mark.slow
 def test_without_shapes_everything_is_named_and_nothing_guessed(tmp_path: Path, imported: Import) -> None:
     result = imported(profiled(tmp_path / "trace.json", record_shapes=False))
     assert not result.ops

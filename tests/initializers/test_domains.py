@@ -62,6 +62,7 @@ def test_a_script_without_data_follows_the_same_rules(
     _run_script(tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_script_s_integers_do_the_work_that_those_of_a_replay_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others() -> None:
     assert not torch.equal(first.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.slow
 def test_special_elements_are_spread_over_the_whole() -> None:
     made = filled(CONTENTS["several chunks with special values"], statistics_of(_with_specials()))
     zeros = (made == 0).float()
@@ -124,6 +125,7 @@ def test_complex_elements_have_two_parts_of_the_default_law(dtype: torch.dtype) 
     assert float(parts.std()) == pytest.approx(DEFAULT_STD, rel=0.05)
 
 
+@pytest.mark.slow
 def test_complex_elements_follow_the_statistics_of_both_parts() -> None:
     known = Statistics(0.5, 2.0, -6.0, 7.0, zeros=100, nans=3, positive_infinities=2, negative_infinities=1)
     made = filled(torch.empty(50_000, dtype=torch.complex64), known)

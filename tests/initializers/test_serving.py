@@ -74,6 +74,7 @@ def test_prefill_and_decode_are_split_as_the_annotation_says(tmp_path, done):
     assert "mixed, 6 sequences, 24 new tokens" in notes
 
 
+@pytest.mark.slow
 def test_an_annotation_of_another_batch_is_not_believed(tmp_path, done):
     notes = replayed(tmp_path / "a.opreplay", varlen(30, 3), MIXED)
     assert done["queries"] == 30 and "which is not what the annotation" in notes
@@ -85,6 +86,7 @@ def test_sequences_that_pad_a_graph_have_no_tokens(tmp_path, done):
     assert done["queries"] == 24 and done["decodes"] == 4 and done["products"] == 800
 
 
+@pytest.mark.slow
 def test_ragged_page_lists_begin_and_end_where_they_should(tmp_path, done):
     q, cache = torch.randn(4, 2, 8), torch.randn(64, 2, 16, 2, 8)
     starts, pages = torch.zeros(5, dtype=torch.int32), torch.zeros(48, dtype=torch.int32)
@@ -100,6 +102,7 @@ def test_ragged_page_lists_begin_and_end_where_they_should(tmp_path, done):
     assert done["tokens_read"] > 4 * 16
 
 
+@pytest.mark.slow
 def test_cache_writes_go_to_different_slots(tmp_path, done):
     key, value = torch.randn(12, 2, 8), torch.randn(12, 2, 8)
     keys, values = torch.zeros(16, 4, 2, 8), torch.zeros(16, 4, 2, 8)
@@ -117,6 +120,7 @@ def test_cache_writes_go_to_different_slots(tmp_path, done):
     assert (done["slots"], done["blocks"]) == (40, 10)
 
 
+@pytest.mark.slow
 def test_positions_are_those_of_the_step(tmp_path, done):
     positions, query, angles = torch.zeros(24, dtype=torch.int64), torch.randn(24, 8), torch.randn(4096, 8)
 
@@ -153,6 +157,7 @@ def align(tokens=64, each=4, experts=32):
     )
 
 
+@pytest.mark.slow
 def test_experts_are_different_for_a_token_and_spread_as_the_flag_says(tmp_path, done):
     notes = replayed(tmp_path / "a.opreplay", align())
     uniform = done["busiest"]
@@ -265,6 +270,7 @@ def test_an_initializer_of_the_user_comes_first_where_a_built_in_one_fills_sever
     assert done["queries"] == 24 and done["products"] == 1 + 4 + 9 + 16 + 25 + 9 * 90
 
 
+@pytest.mark.slow
 def test_an_initializer_by_role_or_dtype_comes_before_a_joint_built_in_one_too(tmp_path, done):
     made = Initializer(
         "ones",
@@ -287,6 +293,7 @@ def test_experts_of_the_user_are_kept_and_the_pairs_are_said_not_to_be_sorted_by
     assert "the content of expert_ids comes from elsewhere" in notes
 
 
+@pytest.mark.slow
 def test_an_initializer_of_the_user_that_fills_nothing_is_named(tmp_path, done):
     notes = replayed(
         tmp_path / "a.opreplay",

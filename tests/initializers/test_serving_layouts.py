@@ -25,6 +25,7 @@ def ints(*sizes, dtype=torch.int32):
     return torch.zeros(sizes, dtype=dtype)
 
 
+@pytest.mark.slow
 def test_keys_to_append_are_not_taken_for_the_cache(tmp_path):
     cache, new = torch.zeros(100, 16, 2, 8), torch.zeros(4, 1, 2, 8)
     schema = (
@@ -82,6 +83,7 @@ def test_writes_fill_whole_blocks_of_every_layout_of_a_cache(tmp_path, sizes, na
     assert int(slots.max()) > 100, "they are spread over the whole cache"
 
 
+@pytest.mark.slow
 def test_page_lists_of_a_cache_with_heads_first_have_its_page_size(tmp_path):
     schema = (
         "(Tensor q, Tensor paged_k_cache, Tensor paged_v_cache, Tensor paged_kv_indptr, Tensor paged_kv_indices, "
@@ -103,6 +105,7 @@ def test_page_lists_of_a_cache_with_heads_first_have_its_page_size(tmp_path):
     assert made["paged_kv_indptr"].diff().min() >= 7 and made["paged_kv_indptr"][-1] <= 60
 
 
+@pytest.mark.slow
 def test_latents_are_read_from_the_blocks_they_are_in(tmp_path):
     schema = "(Tensor q_nope, Tensor q_pe, Tensor kv_c_and_k_pe_cache, Tensor seq_lens, Tensor page_table) -> ()"
     made = content(
@@ -118,6 +121,7 @@ def test_latents_are_read_from_the_blocks_they_are_in(tmp_path):
     assert 320 <= int(made["seq_lens"].min()) <= int(made["seq_lens"].max()) == 640
 
 
+@pytest.mark.slow
 def test_sequences_of_packed_attention_begin_where_they_must(tmp_path):
     schema = (
         "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
@@ -208,6 +212,7 @@ def test_rows_of_rows_end_with_the_number_of_rows_below(tmp_path):
     assert int(outer.diff().max()) <= 4 and int(inner.diff().max()) <= 10
 
 
+@pytest.mark.slow
 def test_rotary_embeddings_and_experts_are_known_by_sglangs_and_marlins_names(tmp_path):
     made = content(
         tmp_path,

@@ -48,6 +48,7 @@ def test_the_reference_passes_with_pytorch_alone(inputs: str, exported: Exported
     assert (files > 0) == (inputs != "none")
 
 
+@pytest.mark.slow
 def test_each_distinct_call_is_a_workload_with_its_weight(exported: Exported) -> None:
     found = described(exported(kernel="aten::addmm"))
     workloads = found["workloads"]
@@ -59,6 +60,7 @@ def test_each_distinct_call_is_a_workload_with_its_weight(exported: Exported) ->
     assert found["function"] == "addmm" and found["verified"].startswith("bitwise")
 
 
+@pytest.mark.slow
 def test_calls_with_other_content_are_kept_and_equal_ones_once(tmp_path: Path, exported: Exported) -> None:
     path = tmp_path / "same.opreplay"
     with replayfmt.capture(path):
@@ -175,6 +177,7 @@ def test_what_a_task_cannot_express_is_refused_and_listed(exported: Exported, tm
         exported(path, kernel="aten::*")
 
 
+@pytest.mark.slow
 def test_the_tool_exports_checks_its_flags_and_never_replaces_what_is_no_task(
     capture: Path, tmp_path: Path, tools: Tools
 ) -> None:

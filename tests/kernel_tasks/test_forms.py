@@ -42,6 +42,7 @@ def tensors(task: Path, definition: dict[str, Any], workload: dict[str, Any]) ->
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["aten::addmm", "aten::_softmax", "aten::native_layer_norm"])
 def test_a_flashinfer_definition_runs_on_its_workloads_as_captured(kernel: str, exported: Exported) -> None:
     task = exported(kernel=kernel, form="flashinfer-bench")
@@ -102,6 +103,7 @@ def test_a_kernelbench_file_gives_the_captured_outputs_from_the_captured_inputs(
         assert float(line) == pytest.approx(float(expected.double().sum()), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_what_a_form_cannot_say_is_refused(exported: Exported) -> None:
     for form in ("flashinfer-bench", "kernelbench"):
         with pytest.raises(ReplayRefused, match="an argument is written"):

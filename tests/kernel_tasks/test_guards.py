@@ -36,6 +36,7 @@ def captured(path: Path, program: object) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_captured_kernel_that_reads_past_an_argument_is_named(tmp_path: Path, tools: Tools) -> None:
     def program() -> None:
         with replayfmt.scope("inside"):
@@ -50,6 +51,7 @@ def test_a_captured_kernel_that_reads_past_an_argument_is_named(tmp_path: Path, 
     assert "memory after argument y (died of SIGSEGV)" in finding
 
 
+@pytest.mark.slow
 def test_a_captured_kernel_that_writes_before_an_argument_is_named(tmp_path: Path, tools: Tools) -> None:
     path = captured(tmp_path / "poke.opreplay", lambda: torch.ops.guard_test.poke(torch.zeros(3).mul(2)))
     done = tools("run", "--guard", path)
@@ -57,6 +59,7 @@ def test_a_captured_kernel_that_writes_before_an_argument_is_named(tmp_path: Pat
     assert any("guard_test::poke" in each and "memory before argument x" in each for each in done.findings)
 
 
+@pytest.mark.slow
 def test_a_replacement_is_called_between_guards_too(tmp_path: Path, tools: Tools) -> None:
     path = captured(tmp_path / "tanh.opreplay", lambda: torch.tanh(torch.ones(5).mul(2)))
     file = tmp_path / "mine.py"
@@ -73,6 +76,7 @@ def test_a_replacement_is_called_between_guards_too(tmp_path: Path, tools: Tools
         assert "by mine.py:tanh" in finding and "memory after argument self" in finding
 
 
+@pytest.mark.slow
 def test_memory_that_a_replacement_leaves_unwritten_is_nan_with_a_guard(tmp_path: Path, tools: Tools) -> None:
     path = captured(tmp_path / "zeros.opreplay", lambda: torch.mul(torch.zeros(3, 4), 2.0))
     file = tmp_path / "mine.py"

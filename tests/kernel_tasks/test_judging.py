@@ -369,6 +369,7 @@ def test_what_cannot_be_loaded_here_is_told_why(exported: Exported, tmp_path: Pa
     assert torch.cuda.is_available() or "PyTorch sees none here" in found[1]["text"]
 
 
+@pytest.mark.slow
 def test_flags_of_tasks_and_of_captures_do_not_mix(exported: Exported, capture: Path, tools: Tools) -> None:
     assert "needs a kernel task" in tools("benchmark", "--variants", capture).err
     assert "does not go with a kernel task" in tools("benchmark", "--per-op", exported(kernel="aten::mm")).err

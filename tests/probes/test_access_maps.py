@@ -82,6 +82,7 @@ def test_a_map_cut_anywhere_is_refused(tmp_path: Path) -> None:
             rows(tmp_path / "b.dmat")
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("recording-bounds")
 @given(st.data())
 def test_a_map_with_any_bytes_changed_is_a_map_or_one_error(data: st.DataObject) -> None:

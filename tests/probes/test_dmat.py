@@ -137,6 +137,7 @@ def test_the_depth_of_a_cell_is_its_fifth_among_the_cells_of_its_tensor() -> Non
     assert depth[0, 0].tolist() == [0, 1, 2, 3, 4, LEVELS] and depth[1, 0].tolist() == [0, 0, 1, 1, 1, 1]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 6), max_size=40))
 def test_reuse_distances_are_those_of_counting_by_hand(pages: list[int]) -> None:
     before = _previous(np.array(pages, np.int64))

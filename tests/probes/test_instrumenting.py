@@ -82,6 +82,7 @@ def test_a_kernel_of_a_capture_gets_its_probe(
     assert report["tables"]["by probe and kernel"][0]["registers_added"] == plan["registers_added"]  # type: ignore[index]
 
 
+@pytest.mark.slow
 @needs_ptxas
 def test_a_probe_that_counts_first_says_so_until_records_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -294,6 +294,7 @@ def test_bytes_of_memory_are_those_of_the_arithmetic(name: str) -> None:
         assert (int(records["sync_bytes"].sum()), int(records["async_bytes"].sum())) == BYTES[name]
 
 
+@pytest.mark.slow
 def test_matrix_instructions_are_those_of_the_tiles() -> None:
     """32 × 32 × 32 in two warps: 2 × 4 × 2 products of 16 × 8 × 16, half of them in each warp, in two turns."""
     for text in texts(CASES["triton_matmul"]):

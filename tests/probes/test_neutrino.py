@@ -195,6 +195,7 @@ def test_a_report_says_how_many_bytes_threads_moved(
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_reports_of_progress_and_of_matrix_instructions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,6 +153,7 @@ def test_any_bytes_are_a_recording_or_one_error(content: bytes, begins_well: boo
             assert "at byte" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("recording-bounds")
 @given(st.data())
 def test_a_recording_with_any_bytes_of_its_head_changed_is_a_recording_or_one_error(data: st.DataObject) -> None:

@@ -54,6 +54,7 @@ def test_every_launch_is_run_without_and_with_the_probe_and_keeps_its_results(fo
         assert saved.shape == (3, 2, 1) and (saved["sm"] == SM).all() and (saved["elapsed"] > 0).all()
 
 
+@pytest.mark.slow
 def test_the_folder_is_one_that_reports_read(found: dict[str, Any]) -> None:
     folder = found["folder"] / "schedule"
     (name,) = [each.name for each in (folder / "kernel").iterdir()]

@@ -129,6 +129,7 @@ def test_records_of_something_else_are_refused(tmp_path: Path) -> None:
     refused(records, "at byte 80: expected an SM below 16384, got 2147483647; these are the records of another probe")
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2000), st.integers(0, 300)), min_size=1, max_size=60))
 def test_slots_never_overlap_and_no_slot_is_taken_without_need(blocks: list[tuple[int, int, int]]) -> None:
     ordered = sorted((start, elapsed) for _sm, start, elapsed in blocks)

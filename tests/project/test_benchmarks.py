@@ -56,6 +56,7 @@ def test_every_benchmark_gives_its_rows(tmp_path: Path) -> None:
         assert isinstance(row["measured"], float) or row["details"]["reason"].endswith(" not installed")
 
 
+@pytest.mark.slow
 def test_an_unknown_benchmark_is_wrong_usage() -> None:
     done = subprocess.run([*RUN, "speed_of_light"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 2 and "speed_of_light" in done.stderr

@@ -122,6 +122,7 @@ def test_the_distributions_name_can_be_imported(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schema", "files"),
     [

@@ -157,6 +157,7 @@ def test_what_was_measured_is_kept_when_the_check_itself_is_killed(folder: Path)
     assert row["step"] == "capture" and row["measured"] == 1
 
 
+@pytest.mark.slow
 def test_a_bare_checkout_has_its_tools_the_wheels_beside_it_and_carried_libraries(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_selection_has_one_name_in_all_tools(name: str, given: str, own: str) 
     assert given.partition("=")[0] not in {long_name(each) for each in options(command)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "meant"),
     [

@@ -185,6 +185,7 @@ def test_a_circle_is_seen() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}, "e": set()}) == [{"b", "c"}]
 
 
+@pytest.mark.slow
 def test_nothing_that_must_work_without_torch_names_it() -> None:
     wrong = [
         f"{path}:{line}"
@@ -238,6 +239,7 @@ def test_nothing_imports_pickle() -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_format_dump_and_check_import_where_torch_is_not_installed() -> None:
     code = """
 import sys, pkgutil, importlib

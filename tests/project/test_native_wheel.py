@@ -71,6 +71,7 @@ def test_a_wheel_that_carries_libraries_records_where_there_is_no_compiler(libra
         assert not [name for name in archive.namelist() if name.endswith(".so")]
 
 
+@pytest.mark.slow
 def test_a_directory_without_libraries_is_no_wheel(tmp_path: Path) -> None:
     tree = copy_of_the_tree(tmp_path / "tree")
     done = subprocess.run(

@@ -72,6 +72,7 @@ def test_every_operator_in_the_table_is_one_of_this_torch() -> None:
     assert not missing
 
 
+@pytest.mark.slow
 def test_arguments_that_the_table_names_are_arguments() -> None:
     for name in _all_names():
         for overload in overloads_of(name):
@@ -114,6 +115,7 @@ def test_own_operators_whose_names_say_that_they_write_in_place_declare_it() -> 
     assert not silent
 
 
+@pytest.mark.slow
 def test_statistics_that_an_operator_updates_unsaid_are_restored_and_compared(tmp_path: Path) -> None:
     path = tmp_path / "statistics.opreplay"
     mean, variance, batch = torch.zeros(3), torch.ones(3), torch.randn(8, 3, generator=torch.Generator().manual_seed(1))

@@ -141,6 +141,7 @@ def test_every_name_of_the_table_is_used() -> None:
     assert [row for row in NAMES if row not in names and row.rpartition(".")[2] not in asked | texts] == []
 
 
+@pytest.mark.slow
 def test_the_installed_version_has_the_names_that_the_table_says_it_has() -> None:
     version = version_of(torch.__version__)
     wrong = []

@@ -52,6 +52,7 @@ def _shell(command: str) -> tuple[int, str]:
 _full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 
 
+@pytest.mark.slow
 @_full
 @pytest.mark.parametrize("arguments", ["", "--whole", "--help", "--version", "--agents-md"])
 def test_a_full_disk_under_stdout_is_one_error_whatever_is_printed(toy: Path, arguments: str) -> None:
@@ -63,6 +64,7 @@ def test_a_full_disk_under_stdout_is_one_error_whatever_is_printed(toy: Path, ar
     )
 
 
+@pytest.mark.slow
 def test_without_stdout_or_stderr_a_tool_does_its_work_and_exits_as_ever(toy: Path) -> None:
     python = f"'{sys.executable}' '{toy}'"
     assert _shell(f"{python} >&-") == (1, "") and _shell(f"{python} --help >&-") == (0, "")
@@ -71,6 +73,7 @@ def test_without_stdout_or_stderr_a_tool_does_its_work_and_exits_as_ever(toy: Pa
         assert _shell(f"{python} --no-such-flag {nowhere}")[0] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_what_the_encoding_of_stdout_cannot_say_is_escaped(toy: Path, encoding: str) -> None:
     toy.write_text(
@@ -95,6 +98,7 @@ def _left_alone(command: list[str]) -> tuple[int, str]:
     return tool.wait(600), said
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_a_tool_with_0_and_where_a_result_is_there_with_the_results_code(
     toy: Path,
 ) -> None:
@@ -102,6 +106,7 @@ def test_a_reader_that_goes_away_ends_a_tool_with_0_and_where_a_result_is_there_
     assert _left_alone([sys.executable, str(toy), "--whole"]) == (1, "")
 
 
+@pytest.mark.slow
 def test_an_error_whose_reader_has_gone_away_still_has_its_exit_code(toy: Path) -> None:
     for argument, code in (("--fail", 3), ("--no-such-flag", 2)):
         tool = subprocess.Popen([sys.executable, str(toy), argument], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -110,6 +115,7 @@ def test_an_error_whose_reader_has_gone_away_still_has_its_exit_code(toy: Path) 
         assert tool.wait(600) == code
 
 
+@pytest.mark.slow
 def test_an_invalid_capture_is_invalid_whoever_reads(tmp_path: Path) -> None:
     path = tmp_path / "a.opreplay"
     CaptureWriter(path, CaptureInfo("00112233-4455-6677-8899-aabbccddeeff", "test", "0")).close(0)

@@ -92,6 +92,7 @@ def test_the_wheel_holds_what_the_tree_holds(wheel: Path) -> None:
     assert {"opreplay_tools/playbook/opreplay.md", "opreplay_tools/docs/failures.md"} <= packed
 
 
+@pytest.mark.slow
 def test_nothing_top_level_has_a_name_that_others_use(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         top = {name.split("/")[0] for name in archive.namelist()}
@@ -105,6 +106,7 @@ def test_the_installed_library_is_the_wheel_and_not_the_tree(installed: Path, tm
     assert all(Path(name).is_relative_to(installed.parent) for name in where.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", TOOLS)
 def test_an_installed_tool_tells_its_version_and_its_flags(installed: Path, tmp_path: Path, tool: str) -> None:
     assert run(installed / f"opreplay-{tool}", "--version", cwd=tmp_path).startswith(f"opreplay-{tool}, version ")
@@ -129,6 +131,7 @@ def test_what_readme_installs_is_what_these_tests_install() -> None:
     assert commands == [["pip", "install", "."], ["pip", "install", "'.[torch]'"]]
 
 
+@pytest.mark.slow
 def test_an_installed_dump_reads_a_golden_capture(installed: Path, tmp_path: Path) -> None:
     shutil.copy(ROOT / "tests" / "golden" / "step-1.0.opreplay", tmp_path)
     rows = run(installed / "opreplay-dump", "--format=jsonl", "step-1.0.opreplay", cwd=tmp_path)

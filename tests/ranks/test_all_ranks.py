@@ -389,6 +389,7 @@ def test_the_ops_of_one_capture_are_shared_out_and_rank_0_has_the_times_of_all(j
     assert all(row["verdict"] == "ok" and row["real_time"] > 0 and row["bytes_read"] is not None for row in rows)
 
 
+@pytest.mark.slow
 def test_what_ranks_say_of_their_times_is_put_together() -> None:
     def said(number: int, time_ns: float, operator: str = "c10d::allreduce_", **more: Any) -> dict[str, Any]:
         about = {"operator": operator, "ranks": [0, 1], "instance": 0, "number": number, "peer": None, "tag": 0}
@@ -535,6 +536,7 @@ def test_a_launch_of_other_arguments_is_one_error(
         assert words in found[0].out + found[0].err and found[0].code
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_are_judged_at_once() -> None:
     """Each waits for all others 20 times, which takes as long as there are launches, not as many times as ranks."""
     world, everyone = 1000, ",".join(map(str, range(1000)))

@@ -39,14 +39,17 @@ def runs_with(item: pytest.Function) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = [
+    here = [
         item
         for item in items
         if isinstance(item, pytest.Function)
         and "recorder" in getattr(getattr(item, "callspec", None), "params", {})
         and Path(__file__).parent in item.path.parents
-        and not runs_with(item)
     ]
+    left_out = [item for item in here if not runs_with(item)]
+    for item in here:
+        if item.callspec.params["recorder"] == "python" and item.get_closest_marker("recorder") is None:
+            item.add_marker(pytest.mark.slow)  # `make check` runs what is not about the recorders once
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)

@@ -121,6 +121,7 @@ def test_content_that_the_program_put_in_place_later_is_read_again_in_every_run(
     replays(reference(captured(steps, "embedded", audit=True), weights))
 
 
+@pytest.mark.slow
 def test_a_moved_file_is_found_through_a_remap(source: Path, weights: Path, tmp_path: Path) -> None:
     capture = reference(source, weights)
     elsewhere = tmp_path / "elsewhere"
@@ -130,6 +131,7 @@ def test_a_moved_file_is_found_through_a_remap(source: Path, weights: Path, tmp_
     replays(capture, f"{weights.parent}={elsewhere}")
 
 
+@pytest.mark.slow
 def test_a_copy_fails_by_identity_and_passes_by_digest(source: Path, weights: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.bin"
     capture = reference(source, weights, "identity")
@@ -222,6 +224,7 @@ def test_a_file_that_changes_while_ops_run_is_noticed(source: Path, weights: Pat
             plan.run_single(ordinal)
 
 
+@pytest.mark.slow
 def test_symbolic_links_are_followed(source: Path, weights: Path, tmp_path: Path) -> None:
     link = tmp_path / "link.bin"
     capture = reference(source, weights, named=lambda path: str(link))
@@ -235,6 +238,7 @@ def test_symbolic_links_are_followed(source: Path, weights: Path, tmp_path: Path
     assert "circle" in refusal(capture)[0]
 
 
+@pytest.mark.slow
 def test_a_relative_path_is_relative_to_the_working_directory(
     source: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +264,7 @@ def test_what_is_no_regular_file_is_refused_and_never_waited_for(source: Path, w
     assert "not a regular file" in refusal(capture)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not read the file")
 def test_a_file_that_may_not_be_read_is_refused(source: Path, weights: Path) -> None:
     capture = reference(source, weights)
@@ -373,6 +378,7 @@ def test_the_tools_take_remaps(source: Path, weights: Path, tool: str, tools: To
         assert (code, out) == (2, "") and err.startswith(f"INVALID_ARGUMENT: {REMAP}={wrong}")
 
 
+@pytest.mark.slow
 def test_one_op_alone_takes_its_content_from_the_file(source: Path, weights: Path) -> None:
     capture = reference(source, weights)
     weight = torch.arange(4096, dtype=torch.float32).reshape(64, 64).sin()
@@ -387,6 +393,7 @@ def test_one_op_alone_takes_its_content_from_the_file(source: Path, weights: Pat
         assert torch.equal(first.replay(file_remaps=[f"{weights.parent}={moved}"]), weight @ weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a", "aaaa", "aaaaaaa"])  # data begins at 8 past a multiple of 64, and elsewhere
 def test_a_mapped_checkpoint_gives_the_same_bits_wherever_its_data_begins(
     captured: Captured, tmp_path: Path, name: str

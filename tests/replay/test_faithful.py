@@ -195,6 +195,7 @@ def results_that_only_inputs_with_gradients_have() -> None:
             lstm(steps)[0].sum().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [

@@ -37,6 +37,7 @@ def kept_going(path: Path, verify: str = "auto") -> tuple[ReplayResult, dict[str
     return result, by_name
 
 
+@pytest.mark.slow
 def test_a_good_capture_is_ok_throughout(captured: Captured) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.1))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -221,6 +222,7 @@ def ordinal_of(path: Path, name: str) -> int:
         return next(op.ordinal for op in capture.ops if op.kernel.name == name)
 
 
+@pytest.mark.slow
 def test_a_part_runs_with_what_it_needs_and_is_judged_alone(captured: Captured, tools: Tools, tmp_path: Path) -> None:
     """By scope, kernel or range, as everywhere; what is wrong elsewhere is not its matter."""
 

@@ -120,6 +120,7 @@ def test_small_content_that_the_program_freed_is_prepared_once_too(captured: Cap
             assert counted.taken() == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["more than its share", "no memory"])
 def test_content_that_the_program_freed_and_that_has_no_room_enters_in_each_execution(
     captured: Captured, counted: Counted, monkeypatch: pytest.MonkeyPatch, why: str
@@ -337,6 +338,7 @@ def test_without_room_for_copies_it_is_restored_from_where_it_came(
     assert all(state == states[0] for state in states)
 
 
+@pytest.mark.slow
 def test_a_map_of_a_file_is_not_read_to_know_that_nothing_wrote_it(
     captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def test_training_replays_within_the_programs_memory(captured: Captured) -> None
         assert allocated_at_most(plan.execute) <= 1.05 * needed
 
 
+@pytest.mark.slow
 def test_everything_is_dropped_after_its_last_use(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     path = captured(chain(8, 5), digests="none")
     alive: list[int] = []

@@ -125,6 +125,7 @@ def changed(path: Path, out: Path, kernel: str, value: float) -> Path:
     return rewrite(path, out, change=change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("digests", ["live", "ops"])
 @pytest.mark.parametrize("name", ["noise", "noise_", "seldom", "mends"])
 def test_an_op_that_differs_from_itself_is_named_and_what_follows_from_it_is_compared_within_tolerances(
@@ -171,6 +172,7 @@ def find(results: list[ReplayResult]) -> ReplayResult:
     return next(result for result in results if result.nondeterministic)
 
 
+@pytest.mark.slow
 def test_a_real_difference_that_follows_from_no_such_op_is_found(captured: Captured, tmp_path: Path) -> None:
     def program() -> tuple[torch.Tensor, torch.Tensor]:
         noisy = ops.noise(torch.rand(8) + 1)
@@ -202,6 +204,7 @@ def test_a_kernel_that_is_wrong_and_nondeterministic_is_wrong(captured: Captured
     assert "chancetest::wild.default): 8 of 8 elements differ" in result.nondeterministic[0]
 
 
+@pytest.mark.slow
 def test_memory_that_is_overwritten_depends_on_what_it_held_no_longer(captured: Captured, tmp_path: Path) -> None:
     def program() -> torch.Tensor:
         buffer = torch.rand(8) + 1
@@ -229,6 +232,7 @@ def test_memory_that_is_overwritten_depends_on_what_it_held_no_longer(captured: 
         assert result.divergence is not None and result.divergence.what == "aten::add_.Tensor"
 
 
+@pytest.mark.slow
 def test_what_the_program_reads_of_such_results_is_compared_within_tolerances(
     captured: Captured, tmp_path: Path
 ) -> None:
@@ -247,11 +251,13 @@ def test_what_the_program_reads_of_such_results_is_compared_within_tolerances(
     assert "scalars 0.001" in read.verification.tolerance
 
 
+@pytest.mark.slow
 def test_integers_that_depend_on_such_an_op_must_be_equal(captured: Captured) -> None:
     path = captured(lambda: KEPT.append(ops.noise(torch.rand(8) + 1).view(torch.int32) + 1))
     assert "mismatched" in [executed(path).outcome for _ in range(8)]
 
 
+@pytest.mark.slow
 def test_many_independent_ones_are_found_at_once_and_named_by_operator(captured: Captured) -> None:
     def program() -> None:
         for _ in range(30):
@@ -316,6 +322,7 @@ def test_the_library_says_so(captured: Captured) -> None:
     assert replayed.verified.startswith("close (") and "nondeterministic op" in replayed.verified
 
 
+@pytest.mark.slow
 def test_a_benchmark_and_verdicts_on_every_op_take_them_for_what_they_are(captured: Captured, tools: Tools) -> None:
     def program() -> None:
         KEPT.extend(ops.noise(torch.rand(8) + 1) for _ in range(8))
@@ -329,6 +336,7 @@ def test_a_benchmark_and_verdicts_on_every_op_take_them_for_what_they_are(captur
     assert result.nondeterministic
 
 
+@pytest.mark.slow
 def test_a_part_that_follows_from_such_an_op_can_be_taken_out(
     captured: Captured, tools: Tools, trim_here: None, tmp_path: Path
 ) -> None:

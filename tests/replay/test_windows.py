@@ -78,6 +78,7 @@ def test_steps_of_a_loop_share_their_code_although_their_numbers_differ(captured
         assert plan.execute(verify="bitwise").outcome == "ok"
 
 
+@pytest.mark.slow
 def test_a_capture_too_long_to_keep_is_prepared_window_by_window(
     captured: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def test_calls_and_times_add_up_to_those_of_the_records(measured: Measured) -> N
         ]
 
 
+@pytest.mark.slow
 def test_measured_calls_are_those_of_the_benchmark_with_the_numbers_in_their_signatures_as_types(
     everything: ReportContents, measured: Measured
 ) -> None:
@@ -260,6 +261,7 @@ def test_what_nobody_measured_is_not_measured_and_says_what_measures_it(measured
     assert any("energy" in note and "--energy=FILE" in note for note in kernels.notes)
 
 
+@pytest.mark.slow
 def test_a_benchmark_by_kernel_has_times_of_kernels_and_none_of_call_sites(measured: Measured, tmp_path: Path) -> None:
     by_kernel = tmp_path / "by_kernel.json"
     assert tool("benchmark", "--per-op", "--group-by=kernel", "--benchmark-min-time=6x",

@@ -67,6 +67,7 @@ def test_the_memory_peak_says_where_it_is_and_who_made_it(tmp_path: Path) -> Non
     assert finding.figures["share"] > 0.99 and finding.section == "memory"
 
 
+@pytest.mark.slow
 def test_work_on_the_same_tensors_is_repeated_until_one_of_them_is_written(tmp_path: Path) -> None:
     def program(written: bool) -> None:
         table = torch.randn(300, 300)
@@ -170,6 +171,7 @@ def test_there_are_few_of_them_and_the_page_begins_with_them(measured: Measured,
         assert each.command in page and f'id="{each.section}"' in page
 
 
+@pytest.mark.slow
 def test_dump_prints_them_for_people_and_as_rows_of_the_schema(measured: Measured, tools: Tools) -> None:
     with open_capture(measured.capture) as reader:
         expected = capture_findings(reader)
@@ -217,6 +219,7 @@ def test_a_report_measures_itself(measured: Measured, tmp_path: Path, tools: Too
     assert "isolated time of all ops" in page and "no benchmark of whole replays was given" not in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "code"),
     [

@@ -70,6 +70,7 @@ def test_a_hostile_name_stays_text(hostile: Path, tmp_path: Path) -> None:
     assert "<img" not in json.dumps(figures["top-captured"]), "plotly reads markup in texts"
 
 
+@pytest.mark.slow
 def test_the_policy_of_the_page_allows_its_own_scripts_and_nothing_from_elsewhere(
     measured: Measured, tmp_path: Path
 ) -> None:
@@ -96,6 +97,7 @@ def test_links_of_the_tables_lead_to_rows(measured: Measured, tmp_path: Path) ->
     assert links and {str(link).removeprefix("#") for link in links} <= rows
 
 
+@pytest.mark.slow
 def test_a_report_is_made_without_torch(measured: Measured, tmp_path: Path) -> None:
     """In a process of its own, in which importing torch fails."""
     code = (

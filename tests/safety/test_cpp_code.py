@@ -241,6 +241,7 @@ def test_the_code_of_a_kernel_that_nothing_calls_is_not_loaded(library: bytes) -
     assert not Path("loaded").exists()
 
 
+@pytest.mark.slow
 def test_a_source_that_includes_files_of_this_machine_is_not_compiled_without_leave(library: bytes) -> None:
     Path("secret.h").write_text("#error the secret\n")
     said = Said(library, source=f'#include "{Path("secret.h").absolute()}"\n{SOURCE}', machine=ELSEWHERE)

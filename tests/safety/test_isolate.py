@@ -98,6 +98,7 @@ def test_a_replay_that_lives_prints_and_exits_as_without(
         assert done.returncode == code and done.stderr == tools("run", *arguments).err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_process_that_works_does_not_outlive_the_one_that_waits(tmp_path: Path, number: signal.Signals) -> None:

@@ -82,6 +82,7 @@ def test_definitions_cannot_add_up_over_frames(source: Path, tmp_path: Path, too
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000, "kilobytes"
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("decompression")
 def test_a_frame_cannot_become_much_longer_than_it_is(source: Path, tmp_path: Path, tools: Tools) -> None:
     path = _bomb(source, tmp_path / "bomb.opreplay", "kernel", 8_000_000, 1)

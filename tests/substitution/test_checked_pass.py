@@ -458,6 +458,7 @@ def test_tensors_without_elements_or_memory_are_arguments_like_others(captured: 
     assert "result 0 is float32[3, 0]" in rejected(path, "aten::neg", lambda x: x.t().neg()).findings[0]
 
 
+@pytest.mark.slow
 def test_what_a_mask_is_filled_with_does_not_make_the_other_values_close(captured: Captured) -> None:
     masked = torch.ones(16, 16).triu(1).bool()
 

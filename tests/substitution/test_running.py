@@ -370,6 +370,7 @@ def test_a_file_can_import_what_lies_beside_it(captured: Captured, kernels: Kern
         assert plan.execute().outcome == "ok"
 
 
+@pytest.mark.slow
 def test_a_compiled_function_can_be_a_replacement(captured: Captured, kernels: Kernels, tool: Tool) -> None:
     """torch.compile makes fake tensors, which a replay's own surroundings have no room for."""
     file = kernels(

@@ -89,6 +89,7 @@ SIGNATURES = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(SIGNATURES)
 def test_whatever_is_printed_is_read_back_to_the_same_and_holds_no_equals_sign(signature: SignatureText) -> None:
     text = str(signature)

@@ -49,6 +49,7 @@ def program() -> None:
         x.random_(2, 5)
 
 
+@pytest.mark.slow
 def test_the_skeleton_of_every_kernel_of_a_capture_passes_the_check_unchanged(
     captured: Captured, tmp_path: Path
 ) -> None:
@@ -73,6 +74,7 @@ def test_the_skeleton_of_every_kernel_of_a_capture_passes_the_check_unchanged(
         assert all(check.distance.different == 0 for check in plan.substitution.report.checks)
 
 
+@pytest.mark.slow
 def test_the_tool_prints_it_and_needs_no_torch(captured: Captured, tool: Tool, tmp_path: Path) -> None:
     path = captured(program)
     with open_capture(path) as reader:
@@ -366,6 +368,7 @@ def test_a_schema_of_another_operator_is_not_believed() -> None:
         skeleton(Kernel("aten::zeros_like", "default", "aten::neg(Tensor self) -> Tensor"))
 
 
+@pytest.mark.slow
 def test_almost_every_operator_of_pytorch_has_a_skeleton_that_binds() -> None:
     """All overloads of two namespaces: the text compiles, and takes what the operator takes, with its defaults."""
     made = refused = 0
@@ -398,6 +401,7 @@ def hash_of(text: str) -> int:
     return sum(text.encode())
 
 
+@pytest.mark.slow
 def test_the_schema_reader_agrees_with_pytorchs_own() -> None:
     for schema in torch._C._jit_get_all_schemas():
         text = str(schema)

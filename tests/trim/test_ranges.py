@@ -283,6 +283,7 @@ def test_only_live_storages_are_embedded_and_never_more_than_predicted(captured:
         assert reader.storage_count == 2
 
 
+@pytest.mark.slow
 def test_a_signature_keeps_the_calls_that_are_alike(captured: Captured, tmp_path: Path) -> None:
     path, out = captured(training_with_an_optimizer), tmp_path / "out.opreplay"
     with open_capture(path) as reader:

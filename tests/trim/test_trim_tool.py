@@ -202,6 +202,7 @@ def test_a_trimmed_capture_keeps_its_environment_and_says_what_it_was_made_from(
         assert "trimmed-elsewhere" not in other.policies
 
 
+@pytest.mark.slow
 def test_content_from_another_machine_is_only_ever_close(captured: Captured, tool: Tool, tmp_path: Path) -> None:
     path, foreign, out = captured(training), tmp_path / "foreign.opreplay", tmp_path / "out.opreplay"
     rewrite(path, foreign, session={"cpu": "another processor"})

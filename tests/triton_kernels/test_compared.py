@@ -42,6 +42,7 @@ def test_each_launch_says_what_it_changed(interpreted: dict[str, Any]) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_what_a_launch_left_as_it_was_is_digested(interpreted: dict[str, Any]) -> None:
     assert [each["digests"] for each in interpreted["audit"]] == [2, 4, 3, 2, 3, 4]
     replay = interpreted["replay"]

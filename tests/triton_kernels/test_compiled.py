@@ -55,6 +55,7 @@ def test_kernels_keep_what_was_compiled_for_the_target(found: dict[str, Any], ar
     assert "BLOCK: 32, num_warps: 8" in kernels[3]["metadata"]["configuration"]
 
 
+@pytest.mark.slow
 def test_every_launch_was_made_once(found: dict[str, Any]) -> None:
     """What was recorded made no launch of its own; the autotuner's were not changed."""
     plain = [["double_kernel", [2, 1, 1], 2]] * 2 + [["double_kernel", [1, 1, 1], 4]] * 2

@@ -60,6 +60,7 @@ def test_a_cubin_by_triton_is_launched_in_place_of_the_kernel(found: dict[str, A
     assert found[""]["loaded"] == [each for each in result["loaded"] if each != found["cubins"]["twofold"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", REFUSED)
 def test_a_cubin_that_does_not_fit_is_refused_before_a_launch(found: dict[str, Any], why: str) -> None:
     assert re.search(REFUSED[why], found[why]["error"]), found[why]

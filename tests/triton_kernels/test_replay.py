@@ -65,6 +65,7 @@ def test_a_replay_is_bitwise_and_says_what_ran_the_kernels(replays: dict[str, An
     assert "run by Triton's interpreter" in note and all(kernel in note for kernel in WRITTEN[name])
 
 
+@pytest.mark.slow
 def test_a_crafted_capture_runs_as_it_is(replays: dict[str, Any]) -> None:
     assert replays["as_it_is"].get("values") == [-2.0, 4.0], replays["as_it_is"]
     assert replays["of_nothing"].get("values") == [-1.0, 2.0], replays["of_nothing"]

@@ -79,6 +79,7 @@ def test_a_script_runs_as_it_is_and_gives_what_was_captured(scripts: Path) -> No
     assert "4 ops: median " in done.stdout
 
 
+@pytest.mark.slow
 def test_names_of_the_script_and_of_other_kernels_get_numbers(scripts: Path) -> None:
     text = (scripts / "names_of_a_script.py").read_text()
     for line in (

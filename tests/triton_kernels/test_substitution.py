@@ -49,6 +49,7 @@ def test_a_kernel_that_does_the_same_takes_its_place(results: dict[str, Any], fu
     assert result == {"outcome": "ok", "calls": 1, "ok": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", REFUSED)
 def test_what_does_not_fit_is_refused(results: dict[str, Any], function: str) -> None:
     assert re.search(REFUSED[function], results[request(function)].get("error", "")), results[request(function)]
