@@ -136,7 +136,7 @@ def _written(records: Structured) -> Numbers:
 
 def _rows_of(records: Structured) -> tuple[Numbers, Numbers, Numbers]:
     """SM (-1: not recorded), start and cycles of each row."""
-    sm = np.where(_written(records), np.minimum(records["sm"][:, :, 0], 0x7FFFFFFF), -1).astype(np.int32)
+    sm = np.where(_written(records), np.minimum(records["sm"][:, :, 0], 0x7FFFFFFF).astype(np.int32), -1)
     return sm.ravel(), records["start"].ravel(), records["elapsed"].astype(np.int64).ravel()
 
 

@@ -110,8 +110,8 @@ _LOOKS = frozenset({
 # Of other packages, without arguments: what their library was built with. Importing the package asks, and no work
 # depends on the answer.
 _TELLS_BUILD = re.compile(r"(\w*_)?version|_?is_\w+_available|_?is_compiled_(with|against)_\w+")
-# Notify the allocator which stream uses memory.
-_TELLS_ALLOCATOR = frozenset({"record_stream"})
+# Notify the allocator which stream uses memory. FSDP's is there from PyTorch 2.15 on.
+_TELLS_ALLOCATOR = frozenset({"record_stream", "record_grad_output_stream"})
 _RESIZES = frozenset({"resize_", "resize_as_", "_resize_output_"})
 # Give a tensor other memory, and look at nothing of what it had.
 _ATTACHES_MEMORY = frozenset({"set_"})

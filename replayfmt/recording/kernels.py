@@ -25,7 +25,7 @@ from replayfmt.format.model import Kernel
 from replayfmt.format.operator_schema import name_problem
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch import operators
-from replayfmt.pytorch.operators import ACCUMULATES, OpaqueResults, is_pytorchs, tells_build
+from replayfmt.pytorch.operators import ACCUMULATES, OpaqueResults, is_pytorchs, tells_allocator, tells_build
 from replayfmt.pytorch.overloads import parse_schema, printed_schema, takes_numbers
 from replayfmt.pytorch.tensors.memory import tensors_in
 
@@ -210,8 +210,8 @@ class CapturedKernel:
             if base.startswith("_record_function_enter"):
                 return Action.scope_enter
             return Action.scope_exit if base.startswith("_record_function_exit") else Action.ignore
-        if self.func.name() == "aten::record_stream":
-            return Action.stream_use
+        if tells_allocator(self.name):  # FSDP's does nothing where freeing memory is no work of the device
+            return Action.stream_use if self.namespace == "aten" else Action.ignore
         if self.name == "_c10d_functional::_wrap_tensor_autograd":
             return Action.ignore  # it wraps a tensor, in Python
         if self.operator.collective:

@@ -64,7 +64,8 @@ LOOKING = {
     "is_distributed", "is_floating_point", "is_inference", "is_leaf", "is_neg", "is_non_overlapping_and_dense",
     "is_nonzero", "is_pinned", "is_same_size", "is_set_to", "is_signed", "is_sparse", "is_vulkan_available", "item",
     "layout", "maximum_value", "minimum_value", "numel", "output_nr", "promote_types", "q_per_channel_axis",
-    "q_scale", "q_zero_point", "qscheme", "result_type", "retains_grad", "size", "sparse_dim", "storage_offset",
+    "q_scale", "q_zero_point", "qscheme", "record_grad_output_stream",
+    "result_type", "retains_grad", "size", "sparse_dim", "storage_offset",
     "stride", "sym_constrain_range", "sym_constrain_range_for_size", "sym_is_contiguous",
     "sym_is_non_overlapping_and_dense", "sym_numel", "sym_size", "sym_storage_offset", "sym_stride",
 }

@@ -122,7 +122,7 @@ def test_a_skeleton_by_name_with_its_line_filled_in_stands_for_the_operator(
         torch.mm(x, x.t()).add_(1.0, alpha=2)
         x.clamp(min=0.1)
         x.split(2)
-        x[torch.tensor([0, 1])] = 0.0
+        x[torch.tensor([0, 1])] = torch.zeros(6)
         x.max(1)
         torch._foreach_mul([x, torch.ones(2)], 2.0)
 
