@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from replayfmt.errors import InvalidCapture
 
@@ -513,8 +513,7 @@ def signed(value: int) -> int:
     return value - _INT64_WRAP if value >= 1 << 63 else value
 
 
-@dataclass(frozen=True)
-class TensorDigest:
+class TensorDigest(NamedTuple):
     """Digest of one tensor's logical elements, in row-major order.
 
     `hash_low` and `hash_high` are the halves of the hash of their bytes: XXH3-128, of more than 8 MiB that of their
@@ -550,8 +549,9 @@ class TensorDigest:
 
     def slots(self) -> tuple[list[int], list[float]]:
         """The int and float slots, in the order of `nodes`."""
-        ints = [signed(self.hash_low), signed(self.hash_high), self.elements, self.nan, self.inf]
-        floats = [value for value in (self.min, self.max, self.mean, self.l2) if value is not None]
+        low, high, *counts = self[:5]
+        ints = [signed(low), signed(high), *counts]
+        floats = [value for value in self[5:9] if value is not None]
         kinds = set(map(type, self.sample))
         if kinds == {float}:
             return ints, [*floats, *self.sample]  # type: ignore[list-item]  # all are floats

@@ -16,7 +16,7 @@ from .building import NotAvailable, library
 from .ending import at_last, prepare
 
 KNOWN_PYTORCH = ((2, 11), (2, 15))  # the first and the last release whose dispatcher the hook was made for
-_TAKES_PART, _HIDDEN, _ACTIVE = 1, 2, 4  # bits of opreplay_recorder_state
+_TAKES_PART, _ACTIVE = 1, 2  # bits of opreplay_recorder_state
 
 prepare()
 
@@ -73,6 +73,8 @@ class DispatchHook:
         self._library = found
         self._types = found.opreplay_recorder_types()
         self._key = int(found.opreplay_recorder_key())
+        # Whether the hook would see an operator that the calling thread called now.
+        self.sees: Callable[[], bool] = self._types.sees
         if not found.opreplay_recorder_take_key():
             raise NotAvailable("its dispatch key is in use", f"another library has the fallback for {RECORDER_KEY}")
         at_last(self.end)  # a running thread must not wait for an interpreter that is shutting down
@@ -106,10 +108,6 @@ class DispatchHook:
     def leave_finished(self) -> bool:
         """If no capture uses the hook, the calling thread stops participating. Returns whether it participated."""
         return not self.active() and self.include(False)
-
-    def sees(self) -> bool:
-        """Whether the hook would see an operator that the calling thread called now."""
-        return bool(self._library.opreplay_recorder_state() & (_TAKES_PART | _HIDDEN) == _TAKES_PART)
 
     def hidden(self) -> AbstractContextManager[None]:
         """The hook does not see the operators that the calling thread calls inside."""

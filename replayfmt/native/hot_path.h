@@ -14,14 +14,6 @@
 
 namespace opreplay {
 
-inline bool is_plain(const at::Tensor& tensor) {
-  using enum c10::DispatchKey;
-  constexpr c10::DispatchKeySet others({Python, ZeroTensor, Conjugate, Negative, NestedTensor, Quantized});
-  return !tensor.key_set().has_any(others) && tensor.layout() == at::kStrided && tensor.has_storage() &&
-         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
-         !(tensor.is_meta() && tensor.storage().sym_nbytes().is_symbolic());
-}
-
 // One call, from its arguments to its record, with the session's mutex held. Values come as a stack has them, or as C++
 // does.
 class HotCall {

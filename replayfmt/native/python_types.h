@@ -44,6 +44,9 @@ inline py::object python_types() {
       .def("wake", &Flushing::wake)
       .def_property_readonly("wait", &waiting);
   scope.def("key_guard", &key_guard);
+  scope.def("sees", [] {
+    return c10::impl::tls_is_dispatch_key_included(kKey) && !c10::impl::tls_is_dispatch_key_excluded(kKey);
+  });
   py::class_<Rows>(scope, "Rows", py::module_local())
       .def("__len__", &Rows::length)
       .def("append", &Rows::append)
@@ -61,6 +64,7 @@ inline py::object python_types() {
       .def("note_written", &Entry::note_written)
       .def("offer", &Entry::offer)
       .def("withdraw", &Entry::withdraw)
+      .def("watch", &Entry::watch)
       .def("forget", &Entry::forget)
       .def("unmark", &Entry::unmark)
       .def_property("content", &Entry::content, &Entry::set_content);
@@ -76,6 +80,7 @@ inline py::object python_types() {
           "hot", [](Session& self) { return self.hot.load(); }, &Session::set_hot)
       .def_readonly("new_metas", &Session::new_metas)
       .def("define_meta", &Session::define_meta)
+      .def("meta_of", &Session::meta_id_of)
       .def("meta", &Session::meta)
       .def("track",
            [](const std::shared_ptr<Session>& self, uintptr_t address, int64_t id, int64_t bytes) {

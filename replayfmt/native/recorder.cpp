@@ -376,8 +376,7 @@ EXPORTED void opreplay_recorder_on_taken(PyObject* function) {
 // The key, as a set's bits.
 EXPORTED uint64_t opreplay_recorder_key() { return DispatchKeySet(kKey).raw_repr(); }
 
-// Whether the calling thread takes part (1), what it calls is hidden now (2), and a capture has the hook (4).
+// Whether the calling thread takes part (1), and a capture has the hook (2).
 EXPORTED int opreplay_recorder_state() {
-  return (c10::impl::tls_is_dispatch_key_included(kKey) ? 1 : 0) |
-         (c10::impl::tls_is_dispatch_key_excluded(kKey) ? 2 : 0) | (current_number.load() ? 4 : 0);
+  return (c10::impl::tls_is_dispatch_key_included(kKey) ? 1 : 0) | (current_number.load() ? 2 : 0);
 }

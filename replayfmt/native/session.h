@@ -215,6 +215,14 @@ class HostRanges {
   size_t size_ = 0;
 };
 
+inline bool is_plain(const at::Tensor& tensor) {
+  using enum c10::DispatchKey;
+  constexpr c10::DispatchKeySet others({Python, ZeroTensor, Conjugate, Negative, NestedTensor, Quantized});
+  return !tensor.key_set().has_any(others) && tensor.layout() == at::kStrided && tensor.has_storage() &&
+         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
+         !(tensor.is_meta() && tensor.storage().sym_nbytes().is_symbolic());
+}
+
 // Whether PyTorch's own allocator gave a storage its memory, on the host: it is this process's alone, and of no file.
 inline bool allocated_by_torch(uintptr_t address) {
   const auto& storage = *reinterpret_cast<const c10::StorageImpl*>(address);
@@ -374,6 +382,15 @@ class Session {
     }
     const auto found = metas.find(looks);
     return (found != metas.end() ? *found : add_meta(looks.words(), dtype_code, device_id)).second.id;
+  }
+  // The id of what a plain tensor looks like; 0 where Python has not defined its dtype and device.
+  int64_t meta_id_of(const at::Tensor& tensor) {
+    if (!is_plain(tensor)) {
+      return 0;
+    }
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto* known = define_meta_of(Looks(tensor));
+    return known ? known->second.id : 0;
   }
   // Dtype, sizes, strides and flags of metadata.
   py::tuple meta(size_t id) {
@@ -672,6 +689,14 @@ class Entry {
   }
   void withdraw() const {
     with([](Storage& known) { known.careful = true; });
+  }
+  // It is watched from now on, and nothing else: each use compares it with what it holds now.
+  void watch() const {
+    const uint64_t content = Storage::hash_of(*impl_);
+    with([=](Storage& known) {
+      known.content = content;
+      known.careful = false;
+    });
   }
   // Nothing of it is known any more.
   void forget() const {

@@ -96,7 +96,7 @@ class HookHost(Protocol):
         another such write would change nothing until then (`Outside.written`)."""
 
     def host_read(self, method: str, tensor: Any) -> None:
-        """A value left the device for the host, outside any op."""
+        """A value left the device for the host: it is recorded if this thread is."""
 
     def watch(self, storage: Any, *, windowed: bool = True) -> None:
         """Others may write to a storage from now on: its content is checked before each use. `windowed`: the program

@@ -117,9 +117,9 @@ def _attempted(step: _Step) -> _Step:
     it fails."""
 
     @functools.wraps(step)
-    def attempted(recorder: Recorder) -> Any:
+    def attempted(recorder: Recorder, *args: Any) -> Any:
         core = recorder._core
-        return step(recorder) if core is None else core.attempt(step, recorder)
+        return step(recorder, *args) if core is None else core.attempt(step, recorder, *args)
 
     return attempted  # type: ignore[return-value]
 
@@ -575,8 +575,11 @@ class Recorder:
         assert self._core is not None
         return self._core.session
 
+    @_attempted
     def host_read(self, method: str, tensor: torch.Tensor) -> None:
-        self.tell(lambda core: core.outside.host_read(method, tensor))
+        core = self._core
+        if core is not None and self._mode_now() is not None and (core.on or core.begins()):
+            _tell(core, lambda core: core.outside.host_read(method, tensor), ())
 
     def watch(self, storage: torch.UntypedStorage, *, windowed: bool = True) -> None:
         self.tell(lambda core: core.outside.shared(storage, windowed))

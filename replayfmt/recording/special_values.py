@@ -42,10 +42,12 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """A strided tensor itself, or the tensors that a composite consists of; none for a tensor without memory of its
     own."""
-    if is_wrapper(tensor) or is_packed(tensor):
+    if is_wrapper(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return []
     if not is_composite(tensor):
         return [tensor]
+    if is_packed(tensor):
+        return []
     try:
         _form, parts = call_undispatched(take_apart, tensor)
     except TypeError:

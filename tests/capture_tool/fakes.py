@@ -5,6 +5,8 @@ import contextlib
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from replayfmt.recording.special_values import plain_parts
+
 
 class _Mode(TorchDispatchMode):
     supports_higher_order_operators = True
@@ -69,8 +71,9 @@ class FakeRecorder:
     unsupported_throughout = unsupported
 
     def host_read(self, method, tensor):
-        with self.paused(), torch.utils._python_dispatch._disable_current_modes():
-            self.log.append(("host_read", method, tensor.detach().clone().tolist()))
+        if self.recording() and plain_parts(tensor):
+            with self.paused(), torch.utils._python_dispatch._disable_current_modes():
+                self.log.append(("host_read", method, tensor.detach().clone().tolist()))
 
     def mark_outside_write(self, tensor):
         self.log.append(("mark", tensor.data_ptr()))

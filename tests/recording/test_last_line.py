@@ -93,7 +93,7 @@ _STANDS_IN = {"RecordingMode.__torch_dispatch__", "RecordingMode._dispatch", "Re
               "Body.__call__", "_below_another_handler",
               "construct",
               "StandIn.__get__", "StandIn.__hash__", "StandIn.__eq__", "_Read.__call__", "_Write.__call__",
-              "_Carrying.__init__", "_Carrying.__call__", "_Carrying.__repr__", "_Read._read", "watch",
+              "_Carrying.__init__", "_Carrying.__call__", "_Carrying.__repr__", "watch",
               "Recorder.recording", "Recorder._mode_now", "Recorder.launching", "Recorder.present",
               "Recorder.sees_first", "Recorder.paused", "Recorder.host_read", "Recorder.tell",
               "Recorder.attempt", "Recorder._running", "CaptureSession.scope_begin",

@@ -200,7 +200,7 @@ class _CInterface:
         return _TAKE(take)
 
 
-_inside = threading.local()  # .depth: how many patched reads this thread is inside; only the outermost is the program's
+_reading = threading.local()  # .tensor: what the program reads now in this thread, which goes through other reads of it
 
 
 class _Read(StandIn):
@@ -213,29 +213,20 @@ class _Read(StandIn):
 
     def __call__(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self._read(tensor, *args, **kwargs)
+            outer = getattr(_reading, "tensor", None)
+            # A __torch_function__ override or mode comes first, and may call back here.
+            if outer is tensor or _has_torch_function_unary(tensor):
+                return self._original(tensor, *args, **kwargs)
+            _reading.tensor = tensor
+            try:
+                values = self._original(tensor, *args, **kwargs)
+            finally:
+                _reading.tensor = outer
+            self._recorder.host_read(self._method, tensor)
+            return values
         except BaseException as error:
             leave_no_frames(error)
             raise
-
-    def _read(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        # A __torch_function__ override or mode comes first, and may call back here with another tensor to read.
-        if (
-            getattr(_inside, "depth", 0)
-            or _has_torch_function_unary(tensor)
-            or not self._recorder.attempt(self._is_recorded, tensor)
-        ):
-            return self._original(tensor, *args, **kwargs)
-        _inside.depth = 1
-        try:
-            values = self._original(tensor, *args, **kwargs)
-        finally:
-            _inside.depth = 0
-        self._recorder.host_read(self._method, tensor)
-        return values
-
-    def _is_recorded(self, tensor: Any) -> bool:
-        return self._recorder.recording() and _has_values(tensor)
 
 
 class _Address(StandIn):

@@ -153,7 +153,12 @@ class Digests:
                 meta, offset = self._range(params.dtype, region.start, region.end, storage.device)
                 params = self._metas.params[meta]
             tensor = self._storages.view(tracker, meta, offset, params.item)
-        return tensor, self._digest(storage, params, offset)
+        if self._is_without_bytes(storage, params, offset):
+            return tensor, None
+        try:
+            return tensor, digest_view(storage, params.dtype, params.sizes, params.strides, offset, params.flags)
+        except TypeError:
+            return tensor, None
 
     @staticmethod
     def _is_without_bytes(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> bool:
@@ -161,15 +166,6 @@ class Digests:
             return True
         region = params.region(offset)
         return region.end > storage.nbytes() and not region.empty
-
-    @staticmethod
-    def _digest(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> TensorDigest | None:
-        if Digests._is_without_bytes(storage, params, offset):
-            return None
-        try:
-            return digest_view(storage, params.dtype, params.sizes, params.strides, offset, params.flags)
-        except TypeError:
-            return None
 
 
 # Host reads that give others a window on the memory, through which they may write later.
@@ -265,9 +261,8 @@ class Outside:
                 self._storages.unexplained.report(tracker, method)
             if self._digests is not None and tracker.reproducible(region):
                 number, digest = self._digests.of_view(tracker, storage, meta, offset)
-                digest = (
-                    None if self._storages.written_outside(owner_of(tracker)) else digest
-                )  # by another thread, meanwhile
+                if tracker.state is not None and self._storages.written_outside(owner_of(tracker)):
+                    digest = None  # by another thread, meanwhile
             else:
                 number, digest = self._storages.view(tracker, meta, offset, params.item), None
             self._records.host_read(method, number, digest)

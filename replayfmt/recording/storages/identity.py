@@ -47,6 +47,7 @@ _ENTERS_BYTES = 1 << 28  # unwritten memory larger than this is left out of dige
 # Why bytes that nothing wrote enter: an op reads them, or declares that it writes them.
 _AS_IT_IS = ("uninitialized_read", "written_argument")
 _CPU = torch.device("cpu")
+_64_BITS = (1 << 64) - 1
 _hide_from_collector = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("PyObject_GC_UnTrack", ctypes.pythonapi))
 
 
@@ -311,36 +312,43 @@ class Storages:
         state, storage = self.state(tracker), tracker()
         state.windowed |= windowed
         if not state.watched or tracker.size >= 0 or (state.private and storage is not None and storage.is_shared()):
-            if not state.outside and self.written_outside(tracker):  # what it is known to hold is forgotten here
+            if state.watched and self.written_outside(tracker):  # what it is known to hold is forgotten here
                 state.outside = True
             state.watched = True
             if self.watches_natively and storage is not None:
                 if private is None:
                     private = self._session.allocated(storage._cdata) or self._contents.is_private(storage)
                 state.private = private
-                tracker.know_content(None)  # that was a number of another kind
+                tracker.entry.content = None  # that was a number of another kind
             tracker.need_care()
 
     def share(self, tracker: Tracker, storage: torch.UntypedStorage, windowed: bool = True) -> None:
         """Others may write to it from now on, through a window that the program has on its memory if `windowed`."""
+        if tracker.state is None and self.watches_natively and self._session.allocated(storage._cdata):
+            state = tracker.state = State(tracker.size)
+            state.watched, state.private, state.windowed = True, True, windowed
+            tracker.size, tracker.offered = -1, True
+            tracker.entry.watch()
+            return
         self.watch(tracker, windowed=windowed)
-        if tracker.known_content() is None:  # else they may have written to it before
+        if tracker.entry.content is None:  # else they may have written to it before
             self.synchronize(tracker, storage)
-        tracker.offer()
+        if not tracker.offered:
+            tracker.offer()
 
     def content_now(self, tracker: Tracker, storage: torch.UntypedStorage) -> int:
         """A number that identifies the content of a storage."""
         state = tracker.state
         if state is not None and state.private:
             return self._session.content_hash(address_of(storage), storage.nbytes())
-        return content_number(storage, None if state is None else state.mapped)
+        return content_number(storage, None if state is None else state.mapped) & _64_BITS
 
     def written_outside(self, tracker: Tracker) -> bool:
         """Whether a storage is watched and its content differs from what the stream says."""
         state, storage = tracker.state, tracker()
         if state is None or storage is None or not state.watched or not storage.nbytes():
             return False
-        known = tracker.known_content()
+        known = tracker.entry.content
         return known is not None and self.content_now(tracker, storage) != known
 
     def mark_written_outside(self, tracker: Tracker) -> None:
@@ -397,11 +405,11 @@ class Storages:
         if reads and not partly and unwritten is not Unwritten.passed_on:
             self.unexplained.report(tracker, op)
         if state.watched and length:
-            content, known = self.content_now(tracker, storage), tracker.known_content()
+            content, known = self.content_now(tracker, storage), tracker.entry.content
             if known is not None and content != known:
                 self._enter_again(tracker, state, storage, "outside_write")
             else:
-                tracker.know_content(content)
+                tracker.entry.content = content
         return tracker
 
     def look_beside(self, all_of_them: dict[int, Beside], tracker: Tracker, region: ByteRegion) -> bool:
@@ -563,7 +571,7 @@ class Storages:
         elif length == 0:
             state.coverage = None
             tracker.entry.clear_written()
-        tracker.know_content(None)
+        tracker.entry.content = None
         tracker.settle()
 
     # ---------------------------------------------------------------------------------------------------------- writes
@@ -648,7 +656,7 @@ class Storages:
                 self.settle()
             if content is None and storage.nbytes():
                 content = self.content_now(tracker, storage)
-            tracker.know_content(content)
+            tracker.entry.content = content
 
     # ---------------------------------------------------------------------------------------------------------- deaths
 

@@ -47,44 +47,24 @@ class Origin(NamedTuple):
 class State:
     """What is special about a storage."""
 
-    __slots__ = (
-        "alias_of",
-        "arbitrary",
-        "content",
-        "coverage",
-        "delta",
-        "in_flight",
-        "length",
-        "mapped",
-        "opaque",
-        "outside",
-        "private",
-        "sampled",
-        "synthesized",
-        "unexplained",
-        "unreadable",
-        "watched",
-        "windowed",
-    )
+    coverage: Coverage | None = None  # not None: at least partly uninitialized
+    sampled = b""  # some of its bytes, as they were when nothing had written it; none: not known
+    watched = False  # compared with its entry's content at each use
+    windowed = False  # the program has a window on it (an array, a capsule), through which it may write
+    mapped: MappedRange | None = None  # mapped from a file: unchanged pages are not read to compare
+    arbitrary = False  # its content entered as what nothing had written: in it an address has no meaning
+    synthesized = False  # a recipe replaces its content
+    outside = False  # written from outside: it is imported at its next use
+    unexplained: Origin | None = None  # neither it nor its inputs were ever written
+    unreadable = False  # a ZeroTensor's: it has no memory
+    opaque = False  # holds what no replay reproduces: never compared
+    alias_of: Tracker | None = None  # memory shared with another storage, `delta` bytes into it
+    delta = 0
+    in_flight = False  # a collective writes to it, or C++ code sends it
+    private = False  # its memory is this process's alone, and of no file: it can be read whenever it lives
 
     def __init__(self, length: int) -> None:
         self.length = length  # bytes
-        self.coverage: Coverage | None = None  # not None: at least partly uninitialized
-        self.sampled = b""  # some of its bytes, as they were when nothing had written it; none: not known
-        self.watched = False  # compared with `content` at each use
-        self.windowed = False  # the program has a window on it (an array, a capsule), through which it may write
-        self.content: int | None = None  # what to compare with (`Tracker.known_content`)
-        self.mapped: MappedRange | None = None  # mapped from a file: unchanged pages are not read to compare
-        self.arbitrary = False  # its content entered as what nothing had written: in it an address has no meaning
-        self.synthesized = False  # a recipe replaces its content
-        self.outside = False  # written from outside: it is imported at its next use
-        self.unexplained: Origin | None = None  # neither it nor its inputs were ever written
-        self.unreadable = False  # a ZeroTensor's: it has no memory
-        self.opaque = False  # holds what no replay reproduces: never compared
-        self.alias_of: Tracker | None = None  # memory shared with another storage, `delta` bytes into it
-        self.delta = 0
-        self.in_flight = False  # a collective writes to it, or C++ code sends it
-        self.private = False  # its memory is this process's alone, and of no file: it can be read whenever it lives
 
     @property
     def needs_care(self) -> bool:
@@ -144,7 +124,7 @@ class Tracker(weakref.ref):
     def offer(self) -> None:
         """Let the hot path take it, unless it needs care there, too."""
         state, size = self.state, self.size
-        if state is not None and state.private and state.only_watched and self.known_content() is not None:
+        if state is not None and state.private and state.only_watched and self.entry.content is not None:
             size = state.length
         if size >= 0 and (state is None or state.alias_of is None):
             self.entry.offer(size, state is None or not state.synthesized)
@@ -160,19 +140,6 @@ class Tracker(weakref.ref):
             self.need_care()
         else:
             self.size = state.length
-
-    def known_content(self) -> int | None:
-        """A number that identifies its content as of the last captured write or import, if it is watched
-        (`Storages.content_now`)."""
-        state = self.state
-        return None if state is None else self.entry.content if state.private else state.content
-
-    def know_content(self, content: int | None) -> None:
-        """A captured write, or an import, has left it with this content."""
-        if self.state is not None and self.state.private:
-            self.entry.content = content
-        elif self.state is not None:
-            self.state.content = content
 
     @property
     def alias(self) -> bool:

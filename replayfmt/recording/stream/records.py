@@ -252,8 +252,7 @@ def nodes_on_device(kind: RecordKind, device: int) -> tuple[Node, ...]:
 
 def _digest_key(digest: TensorDigest) -> tuple[Any, ...]:
     """The parts of a digest that determine its nodes."""
-    statistics = (digest.min, digest.max, digest.mean, digest.l2)
-    return (*(value is None for value in statistics), *map(type, digest.sample))
+    return (*map(type, digest), *map(type, digest.sample))
 
 
 _REGIONS = 16  # of one metadata that are kept
@@ -306,6 +305,9 @@ class TensorMetas(dict[Key, int]):
 
     def of(self, tensor: torch.Tensor, zero: bool = False) -> int:
         """The meta id of a strided tensor as it is now."""
+        number = self._session.meta_of(tensor)
+        if number:
+            return number
         conj = is_complex(tensor) and is_conj(tensor)
         neg = is_neg(tensor)
         flags = (TensorFlag.conj if conj else 0) | (TensorFlag.neg if neg else 0) | (TensorFlag.zero if zero else 0)

@@ -84,7 +84,8 @@ class Entry:
         self._session, self._storage = session, storage
         self._views: dict[tuple[int, int], int] = {}  # tensor id of each (meta id, offset), the first one used first
         self._written: set[int] = set()
-        self.content: int | None = None  # a hash, of memory that the hot path watches
+        # If it is watched: a number of 64 bits that identifies its content as of the last captured write or import.
+        self.content: int | None = None
 
     def find(self, meta: int, offset: int) -> int:
         """The tensor id of a view; 0 if it has none yet."""
@@ -119,6 +120,9 @@ class Entry:
 
     def withdraw(self) -> None:
         """The hot path leaves each use to the complete path."""
+
+    def watch(self) -> None:
+        """The hot path may take it, and compares it at each use with what it holds now."""
 
     def forget(self) -> None:
         """Nothing of it is known any more."""
@@ -231,6 +235,10 @@ class Session:
             self._metas.append((dtype, tuple(sizes), tuple(strides), flags))
             self.new_metas.append(Struct(f"<{len(words)}q").pack(*words))
         return number
+
+    def meta_of(self, tensor: torch.Tensor) -> int:
+        """The id of a plain tensor's metadata; 0 if that is not looked up here."""
+        return 0
 
     def meta(self, number: int) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]:
         """Dtype, sizes, strides and flags of metadata."""
