@@ -576,7 +576,7 @@ class _Trace:
     def select(self, *, roots: bool) -> ChosenNodes:
         """Read it. Raises InvalidCapture if the file is not an execution trace."""
         skeleton = NodeTable(self.path)
-        known: dict[str, NodeValues] = {}
+        known: dict[bytes, NodeValues] = {}
         entry = -1
         for key, value in self._rows():
             if key == "nodes":
@@ -588,7 +588,7 @@ class _Trace:
                 except ValueError as error:
                     self.problems.append(f"entry {entry} of the nodes was passed over: {error}")
                     continue
-                kept = skeleton.add(node) not in NEVER_CHOSEN or node.name.startswith((*_TELLING, "aten::clone"))
+                kept = skeleton.add(node) not in NEVER_CHOSEN or node.name.startswith(_KEPT)
                 self._nodes.append(node if kept else None)
                 if self.rank is None:
                     self.rank = rank_said(node)
@@ -639,6 +639,7 @@ def _by_id(
 
 
 _TELLING = ("aten::empty", "record_param_comms")
+_KEPT = (*_TELLING, "aten::clone")  # among what is never chosen
 
 
 class _Marks:

@@ -9,6 +9,7 @@ ranges of integer tensors if the program requested them.
 from __future__ import annotations
 
 import json
+import marshal
 import math
 import re
 import sys
@@ -98,19 +99,10 @@ class TraceNode(NamedTuple):
             return {}
 
 
-# What a node's attributes are without, and then have no need of keeping: by name, those of a TraceNode's fields first.
-_OWN_ATTRIBUTES: dict[str, Any] = {
-    "tid": 0,
-    "scope": 0,
-    "op_schema": "",
-    "kernel_backend": "",
-    "kernel_file": "",
-    "fw_parent": 0,
-    **dict.fromkeys(("rf_id", "seq_id", "fw_tid"), 0),
-}
+_UNUSED = ("rf_id", "seq_id", "fw_tid")  # attributes
 
 
-def node_of(row: Any, known: dict[str, NodeValues] | None = None) -> TraceNode:
+def node_of(row: Any, known: dict[bytes, NodeValues] | None = None) -> TraceNode:
     """A node from its JSON object. `known` has values that other nodes had, which are made once. Raises ValueError if
     it is not one, or lacks a required field."""
     if not isinstance(row, dict):
@@ -118,28 +110,36 @@ def node_of(row: Any, known: dict[str, NodeValues] | None = None) -> TraceNode:
     try:
         if "attrs" in row:
             said = {each["name"]: each["value"] for each in row["attrs"]}
-            own = [said.pop(name, default) for name, default in _OWN_ATTRIBUTES.items()]
-            thread, scope, schema, backend, kernel_file, forward, *_unused = own
+            take = said.pop
+            thread, scope, schema = take("tid", 0), take("scope", 0), take("op_schema", "")
+            backend, kernel_file, forward = take("kernel_backend", ""), take("kernel_file", ""), take("fw_parent", 0)
+            for name in _UNUSED:
+                take(name, None)
+            number, parent = row["id"], row["ctrl_deps"]
+            _check_numbers(number, parent, thread, scope)
             return TraceNode(
-                _number(row["id"]),
+                number,
                 sys.intern(str(row["name"])),
-                _number(row["ctrl_deps"]),
-                _number(thread),
-                _number(scope),
+                parent,
+                thread,
+                scope,
                 sys.intern(str(schema)),
                 _grouped(row["inputs"], known),
                 _grouped(row["outputs"], known),
                 sys.intern(str(backend)),
                 sys.intern(str(kernel_file)),
                 forward if isinstance(forward, int) and 0 <= forward < _LIMIT else 0,
-                said if any(said.values()) else _NO_ATTRIBUTES,
+                said if said and any(said.values()) else _NO_ATTRIBUTES,
             )
+        numbers = row["id"], row["parent"], row["tid"], row["scope"]
+        _check_numbers(*numbers)
+        number, parent, thread, scope = numbers
         return TraceNode(
-            _number(row["id"]),
+            number,
             str(row["name"]),
-            _number(row["parent"]),
-            _number(row["tid"]),
-            _number(row["scope"]),
+            parent,
+            thread,
+            scope,
             str(row.get("op_schema", "")),
             _values(row["inputs"], row["input_shapes"], row["input_types"], None),
             _values(row["outputs"], row["output_shapes"], row["output_types"], None),
@@ -188,9 +188,11 @@ _TELL_RANK = ("allreduce", "allgather", "_allgather_base", "reduce_scatter", "_r
 
 def rank_said(node: TraceNode) -> int | None:
     """The rank of the process according to a node: a collective of the group of all ranks. None if it does not say."""
+    if node.name != "record_param_comms":
+        return None
     values, kinds = node.inputs.values, node.inputs.types
     place = next((place for place, kind in enumerate(kinds) if kind == "String"), 0)
-    if node.name != "record_param_comms" or not 3 <= place < len(values) or values[place] not in _TELL_RANK:
+    if not 3 <= place < len(values) or values[place] not in _TELL_RANK:
         return None
     group, rank = values[place - 2], values[place - 1]
     of_all = isinstance(group, list) and len(group) == 2 and group[1] == "default_pg"
@@ -217,21 +219,21 @@ def world_said(groups: Sequence[Mapping[str, Any]]) -> int:
     return max((size for size in sizes if type(size) is int and 1 <= size <= MOST_RANKS), default=1)
 
 
-def _number(value: Any) -> int:
-    """An id. Raises ValueError if it is invalid."""
-    if type(value) is not int or not 0 <= value < _LIMIT:
-        raise ValueError(f"{value!r:.40} is not an id")
-    return value
+def _check_numbers(*numbers: Any) -> None:
+    """Raise ValueError for what is no id."""
+    if {*map(type, numbers)} != _INTEGER or min(numbers) < 0 or max(numbers) >= _LIMIT:
+        raise ValueError(f"{numbers!r:.40} are not ids")
 
 
 _MOST_KNOWN = 1 << 14
+_AS_IT_IS = 2  # the version of marshal that has no references: alike is what has the same bytes
 
 
-def _grouped(group: Mapping[str, Any], known: dict[str, NodeValues] | None) -> NodeValues:
+def _grouped(group: Mapping[str, Any], known: dict[bytes, NodeValues] | None) -> NodeValues:
     said = group["values"], group["shapes"], group["types"], group.get("strides")
     if known is None:
         return _values(*said)
-    key = repr(said)
+    key = marshal.dumps(said, _AS_IT_IS)
     found = known.get(key)
     if found is None:
         if len(known) >= _MOST_KNOWN:
@@ -240,7 +242,7 @@ def _grouped(group: Mapping[str, Any], known: dict[str, NodeValues] | None) -> N
     return found
 
 
-def form_of(values: NodeValues) -> str:
+def form_of(values: NodeValues) -> bytes:
     """What tells these values from others, besides the ids and addresses of tensors: which of them are the same is
     told."""
     numbers: dict[TracedTensor, int] = {}
@@ -250,7 +252,7 @@ def form_of(values: NodeValues) -> str:
             return [form(each) for each in value] if isinstance(value, list) else value
         return (numbers.setdefault(value, len(numbers)), *value[2:]) if value.device else tuple(value)
 
-    return repr((values.types, values.strided, form(values.values)))
+    return marshal.dumps((values.types, values.strided, form(values.values)), _AS_IT_IS)
 
 
 def _values(values: Any, shapes: Any, types: Any, strides: Any) -> NodeValues:
