@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,25 +49,17 @@ class PlacedTensor(NamedTuple):
     strides_known: bool = True
 
 
-class _Seen(NamedTuple):
-    """A tensor's strides on its memory, and whether they are known or guessed."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    known: bool
-
-
 @dataclass
 class _Live:
     """The allocation that is currently at an address. `exact`: an operator made it, exactly as long as its result;
     `returned`: an operator returned it, or wrote to it; `blank`: it has not been written since it was allocated.
-    `alike`: the latest strides by sizes and offset. `flags` are those of tensors by id, `flagged` says whether any
-    tensor ever had one."""
+    `tensors`: the latest one by id; `alike`: the latest strides by sizes and offset. `flags` are those of tensors by
+    id, `flagged` says whether any tensor ever had one."""
 
     number: int
     exact: bool
     end: int
-    tensors: dict[int, _Seen] = field(default_factory=dict)
+    tensors: dict[int, PlacedTensor] = field(default_factory=dict)
     alike: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = field(default_factory=dict)
     types: set[str] = field(default_factory=set)
     returned: bool = False
@@ -141,10 +133,12 @@ class MemoryMap:
         `blank` True for those that leave new memory unwritten. Views have the flags of their base, toggled by `turned`
         for `_conj` and `_neg_view`.
         """
-        old = {_address(each.tensor) for each in given if each.tensor.elements}
-        old_empty = {_address(each.tensor) for each in given if not each.tensor.elements}
-        flags = {_address(each.tensor): each.flags for each in reversed(given)}
-        flags_by_id = {(_address(each.tensor), each.tensor.id): each.flags for each in given}
+        addresses = [_address(each.tensor) for each in given]
+        old = {address for address, each in zip(addresses, given, strict=True) if each.tensor.elements}
+        flags: dict[Any, TensorFlag] = {}  # by address, and by that and an id
+        if any([each.flags is not _NO_FLAGS for each in given]):
+            flags.update({address: each.flags for address, each in zip(addresses[::-1], given[::-1], strict=True)})
+            flags.update({(address, each.tensor.id): each.flags for address, each in zip(addresses, given, strict=True)})
         fresh: dict[Address, _Live] = {}
         placed = []
         for tensor, strides in outputs:
@@ -153,7 +147,7 @@ class MemoryMap:
             computed = steps is not None and len(steps) == len(tensor.sizes)
             steps = steps if steps is not None and computed else contiguous(tensor.sizes)
             if not tensor.elements:
-                live = self._returned_empty(tensor, address in old or address in old_empty)
+                live = self._returned_empty(tensor, address in addresses)
             elif address in fresh:
                 live = fresh[address]
             elif address in self._live and (address in old or not known):
@@ -163,8 +157,8 @@ class MemoryMap:
                 live.blank = blank
                 self._empty.pop(address, None)
             live.returned = True
-            viewed = flags_by_id.get((address, tensor.id), flags.get(address, _NO_FLAGS))
-            live.flags[tensor.id] = _NO_FLAGS if address in fresh else viewed ^ turned
+            viewed = flags.get((address, tensor.id), flags.get(address, _NO_FLAGS)) if flags else _NO_FLAGS
+            live.flags[tensor.id] = _NO_FLAGS if address in fresh else viewed ^ turned if turned else viewed
             placed.append(self._note(live, tensor, steps, known=computed))
         return placed
 
@@ -202,8 +196,8 @@ class MemoryMap:
         if tensor.strides is not None:
             return tensor.strides, True
         seen = live.tensors.get(tensor.id) if live is not None else None
-        if seen is not None and seen.sizes == tensor.sizes:
-            return seen.strides, seen.known
+        if seen is not None and seen.tensor.sizes == tensor.sizes:
+            return seen.strides, seen.strides_known
         last = live.alike.get((tensor.sizes, tensor.offset)) if live is not None else None
         return (contiguous(tensor.sizes) if last is None else last), False
 
@@ -220,16 +214,19 @@ class MemoryMap:
         return _Live(self.allocations.new(device, made), made, 0)
 
     def _note(self, live: _Live, tensor: TracedTensor, strides: tuple[int, ...], *, known: bool) -> PlacedTensor:
+        flags = live.flags.get(tensor.id, _NO_FLAGS)
+        live.alike[tensor.sizes, tensor.offset] = strides
+        self.allocations.last[live.number] = self.steps
+        seen = live.tensors.get(tensor.id)
+        if seen is not None and seen[0] is tensor and seen[1:] == (strides, live.number, flags, live.flagged, known):
+            return seen
         end = tensor.end(strides)
         live.end = max(live.end, end)
-        live.tensors[tensor.id] = _Seen(tensor.sizes, strides, known)
-        live.alike[tensor.sizes, tensor.offset] = strides
         live.types.add(tensor.type_name)
-        flags = live.flags.get(tensor.id, _NO_FLAGS)
         live.flagged |= bool(flags)
         self.allocations.bytes[live.number] = max(self.allocations.bytes[live.number], end)
-        self.allocations.last[live.number] = self.steps
-        return PlacedTensor(tensor, strides, live.number, flags, live.flagged, known)
+        placed = live.tensors[tensor.id] = PlacedTensor(tensor, strides, live.number, flags, live.flagged, known)
+        return placed
 
 
 def _address(tensor: TracedTensor) -> Address:
