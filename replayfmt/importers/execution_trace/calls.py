@@ -135,7 +135,7 @@ class NodeCalls:
         self.memory.access(*uses)
         given = self.memory.take(tensor for _position, tensor in node.inputs.tensors)
         step = NodeStep(node, kind, self.memory.steps, {each.tensor: each for each in given}, uses=uses)
-        step.assumed += [
+        step.assumed = [
             f"the {list(tensor.sizes)} tensor at the address of one of another kind is a new allocation, "
             f"which {BY} does not show"
             for tensor in self.memory.replaced
@@ -254,14 +254,15 @@ class NodeCalls:
         if not binding.missing:
             made = {places[each.allocation] for each in step.given.values() if self.allocations.made[each.allocation]}
             assumed += self._numbers(node, choice, binding, made)
-        if not binding.missing:
-            impossible, doubtful = refusal(schema, self._trials.of(schema, binding.arguments))
-            binding.missing += [impossible] if impossible else []
-            assumed += [doubtful] if doubtful else []
-        bound = BoundCall(choice, binding, assumed)
-        if not binding.missing and not node.outputs.strided:
-            bound.returned = self._returned(choice, binding.arguments)
-        return bound
+        if binding.missing:
+            return BoundCall(choice, binding, assumed)
+        results = self._trials.of(schema, binding.arguments)
+        impossible, doubtful = refusal(schema, results)
+        binding.missing += [impossible] if impossible else []
+        assumed += [doubtful] if doubtful else []
+        known = not impossible and not node.outputs.strided
+        returned = _returned(results, _tensors([value for _name, value in binding.arguments])) if known else None
+        return BoundCall(choice, binding, assumed, returned)
 
     def _differ(self, text: str, traced: torch.FunctionSchema, here: torch.FunctionSchema) -> bool:
         known = self._changed.get(text)
@@ -327,15 +328,10 @@ class NodeCalls:
         ]
 
     def _returns(self, choice: OperatorChoice, arguments: Sequence[tuple[str, Any]]) -> list[DType | None] | None:
-        returned = self._returned(choice, arguments)
-        return None if returned is None else [spec.dtype for spec in returned]
-
-    def _returned(self, choice: OperatorChoice, arguments: Sequence[tuple[str, Any]]) -> list[TensorSpec] | None:
-        """Dtype, sizes, strides and offset of every returned tensor, including those in lists; None if PyTorch cannot
-        infer them without data."""
         assert choice.operator is not None
-        given = [spec for _name, value in arguments for spec in _tensors(value)]
-        return _returned(self._trials.of(choice.operator.schema, arguments), given)
+        results = self._trials.of(choice.operator.schema, arguments)
+        returned = _returned(results, _tensors([value for _name, value in arguments]))
+        return None if returned is None else [spec.dtype for spec in returned]
 
 
 def _said_of_strides(step: NodeStep, binding: Binding, places: Mapping[int, int]) -> list[str]:
@@ -373,6 +369,8 @@ def _said_of_strides(step: NodeStep, binding: Binding, places: Mapping[int, int]
 
 
 def _returned(results: Results, given: Sequence[TensorSpec]) -> list[TensorSpec] | None:
+    """Dtype, sizes, strides and offset of every returned tensor, including those in lists; None if PyTorch cannot
+    infer them without data."""
     if results.values is None:
         return None
     found: list[TensorSpec] = []

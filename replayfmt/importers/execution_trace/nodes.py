@@ -248,9 +248,9 @@ def form_of(values: NodeValues) -> bytes:
     numbers: dict[TracedTensor, int] = {}
 
     def form(value: Any) -> Any:
-        if type(value) is not TracedTensor:
-            return [form(each) for each in value] if isinstance(value, list) else value
-        return (numbers.setdefault(value, len(numbers)), *value[2:]) if value.device else tuple(value)
+        if type(value) is TracedTensor:
+            return (numbers.setdefault(value, len(numbers)), *value[2:]) if value.device else tuple(value)
+        return list(map(form, value)) if type(value) is list else value
 
     return marshal.dumps((values.types, values.strided, form(values.values)), _AS_IT_IS)
 
@@ -340,26 +340,25 @@ class TracedTensor(NamedTuple):
 
 def traced_tensor(value: object, sizes: object, strides: object, type_name: str) -> TracedTensor | None:
     """A tensor made from its six numbers; None if they do not describe a tensor."""
-    if not isinstance(value, list) or len(value) != _TENSOR_FIELDS or not isinstance(value[5], str):
+    if not isinstance(value, list) or len(value) != _TENSOR_FIELDS or not isinstance(sizes, list):
         return None
-    if not isinstance(sizes, list) or not set(map(type, (*value[:5], *sizes))) <= _INTEGER:
-        return None
-    known = isinstance(strides, list) and set(map(type, strides)) <= _INTEGER
-    return _tensor_of(tuple(value), tuple(sizes), tuple(strides) if known else None, type_name)  # type: ignore[arg-type]
+    return _tensor_of(marshal.dumps((value, sizes, strides, type_name), _AS_IT_IS))
 
 
 @lru_cache(maxsize=1 << 14)
-def _tensor_of(
-    value: tuple[Any, ...], shape: tuple[int, ...], step: tuple[int, ...] | None, type_name: str
-) -> TracedTensor | None:
-    """Made once: each tensor stands at several places of a trace, and each place is read several times."""
-    number, storage, offset, elements, item_bytes, device = value
-    if min(*value[:5], *shape) < 0 or max(value[:5]) >= _LIMIT:
+def _tensor_of(said: bytes) -> TracedTensor | None:
+    """Made once: each tensor stands at several places of a trace."""
+    value, sizes, strides, type_name = marshal.loads(said)
+    *numbers, device = value
+    if not isinstance(device, str) or {*map(type, numbers), *map(type, sizes)} != _INTEGER:
         return None
-    if step is not None and (len(step) != len(shape) or min(step, default=0) < 0):
-        step = None
-    tensor = TracedTensor(number, storage, offset, elements, item_bytes, device, shape, step, type_name)
-    if device and elements != math.prod(shape):
+    if min(*numbers, *sizes) < 0 or max(numbers) >= _LIMIT:
+        return None
+    shape = tuple(sizes)
+    known = isinstance(strides, list) and {*map(type, strides)} <= _INTEGER
+    step = tuple(strides) if known and len(strides) == len(shape) and min(strides, default=0) >= 0 else None
+    tensor = TracedTensor(*value, shape, step, type_name)
+    if device and tensor.elements != math.prod(shape):
         return None
     return tensor if tensor.end(contiguous(shape) if step is None else step) < _LIMIT else None
 

@@ -355,27 +355,27 @@ class _NodeWalk:
         stack = [(position, -1, False) for position in self._tops]  # with the collective and the compiled code around
         while stack:
             position, layer, compiled = stack.pop()
-            kind = NodeKind(of._kinds[position])
+            kind = of._kinds[position]
             below = self._children.get(position, [])
-            if kind is NodeKind.compiled:
+            if kind == NodeKind.compiled:
                 if not compiled and not self._any_below(position, _bits(NodeKind.triton)):
                     self._take(position)
                 compiled = True
             if kind in (NodeKind.container, NodeKind.mark, NodeKind.compiled) or (
-                kind is NodeKind.hidden and self._any_below(position, _WORK_BITS)
+                kind == NodeKind.hidden and self._any_below(position, _WORK_BITS)
             ):
                 if fates[position] != _Fate.taken:
-                    fates[position] = _Fate.mark if kind is NodeKind.mark else _Fate.wrapper
+                    fates[position] = _Fate.mark if kind == NodeKind.mark else _Fate.wrapper
             elif (
-                kind is NodeKind.operator and not self._roots and of._transparent[position] and self._covered(position)
+                kind == NodeKind.operator and not self._roots and of._transparent[position] and self._covered(position)
             ):
                 idle = not self._any_below(position, _WORK_BITS)
                 fates[position] = _Fate.idle if idle else _Fate.around
                 dropped[of._texts[of._names[position]]] += idle
-            elif kind is NodeKind.collective:
+            elif kind == NodeKind.collective:
                 below, layer = self._collective(position, below, layer)
             else:
-                if kind is NodeKind.idle:
+                if kind == NodeKind.idle:
                     fates[position] = _Fate.idle
                     dropped[of._texts[of._names[position]]] += 1
                 else:
