@@ -198,10 +198,16 @@ class GraphWriter:
         """Write an operator's call; what is assumed besides is added. Calls of one form differ in their memory alone.
         Raises ValueError for what a record cannot hold."""
         assert step.bound is not None and step.bound.binding is not None and step.bound.choice.operator is not None
-        placed = (*step.given.values(), *step.returned.values())
-        allocations = list(dict.fromkeys([each.allocation for each in placed]))
-        places = {each: place for place, each in enumerate(allocations)}
-        memory = tuple([(places[each.allocation], each.strides, each.flags) for each in step.returned.values()])
+        places: dict[int, int] = {}
+        for each in step.given.values():
+            places.setdefault(each.allocation, len(places))
+        memory = tuple(
+            [
+                (places.setdefault(each.allocation, len(places)), each.strides, each.flags)
+                for each in step.returned.values()
+            ]
+        )
+        allocations = list(places)
         key = id(step.bound), self._calls.form(step.node.outputs), memory
         known = self._forms.get(key)
         if known is not None:
@@ -327,6 +333,9 @@ class GraphWriter:
     def _enter(self, step: NodeStep, places: Mapping[int, int]) -> None:
         """Give storages that nothing returned the content that the trace has for them. `places` are those of the
         allocations of the step, by which bound arguments name them."""
+        known = map(self._storages.get, [each.allocation for each in step.given.values()])
+        if all([storage is None or storage.id for storage in known]):  # nearly always
+            return
         for number, (_position, tensor) in enumerate(step.node.inputs.tensors):
             placed = step.given[tensor]
             storage = self._storages.get(placed.allocation)
