@@ -179,7 +179,7 @@ def _with_sizes(value: Any, sizes: dict[int, int]) -> Any:
 def _key(value: Any) -> Any:
     if isinstance(value, TensorSpec):
         return value.dtype, value.sizes, value.strides, value.offset, value.flags
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return tuple([_key(each) for each in value])
     kind = type(value)
     return value if kind is str or value is None else (kind, repr(value) if kind is float else value)

@@ -350,7 +350,7 @@ class ImportedSession:
             return _node_of(ValueKind.tensor, name)
         if isinstance(value, bool):
             return _node_of(ValueKind.bool, name, int(value))
-        if isinstance(value, DType | Layout | MemoryFormat):
+        if type(value) in _ENUMERATIONS:
             return _node_of(_ENUMERATIONS[type(value)], name, int(value))
         if isinstance(value, int):
             if not _LEAST <= value <= _MOST:

@@ -22,6 +22,7 @@ from replayfmt.errors import InvalidCapture, UnsupportedVersion
 from replayfmt.format.validation import parse_json
 
 from ..common.arguments import NOTHING, ArgumentForm, RecordedArgument, TensorSpec, dtype_of, of_list, wrapped
+from ..common.json_stream import PLAIN_MARSHAL
 from ..common.synthesis import contiguous
 from ..common.trace_files import MOST_RANKS
 
@@ -226,14 +227,13 @@ def _check_numbers(*numbers: Any) -> None:
 
 
 _MOST_KNOWN = 1 << 14
-_AS_IT_IS = 2  # the version of marshal that has no references: alike is what has the same bytes
 
 
 def _grouped(group: Mapping[str, Any], known: dict[bytes, NodeValues] | None) -> NodeValues:
     said = group["values"], group["shapes"], group["types"], group.get("strides")
     if known is None:
         return _values(*said)
-    key = marshal.dumps(said, _AS_IT_IS)
+    key = marshal.dumps(said, PLAIN_MARSHAL)
     found = known.get(key)
     if found is None:
         if len(known) >= _MOST_KNOWN:
@@ -252,7 +252,7 @@ def form_of(values: NodeValues) -> bytes:
             return (numbers.setdefault(value, len(numbers)), *value[2:]) if value.device else tuple(value)
         return list(map(form, value)) if type(value) is list else value
 
-    return marshal.dumps((values.types, values.strided, form(values.values)), _AS_IT_IS)
+    return marshal.dumps((values.types, values.strided, form(values.values)), PLAIN_MARSHAL)
 
 
 def _values(values: Any, shapes: Any, types: Any, strides: Any) -> NodeValues:
@@ -342,7 +342,7 @@ def traced_tensor(value: object, sizes: object, strides: object, type_name: str)
     """A tensor made from its six numbers; None if they do not describe a tensor."""
     if not isinstance(value, list) or len(value) != _TENSOR_FIELDS or not isinstance(sizes, list):
         return None
-    return _tensor_of(marshal.dumps((value, sizes, strides, type_name), _AS_IT_IS))
+    return _tensor_of(marshal.dumps((value, sizes, strides, type_name), PLAIN_MARSHAL))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -365,7 +365,7 @@ def _tensor_of(said: bytes) -> TracedTensor | None:
 
 def _at(values: Any, index: int) -> Any:
     """An element that may be missing."""
-    return values[index] if isinstance(values, list | tuple) and index < len(values) else None
+    return values[index] if type(values) in (list, tuple) and index < len(values) else None
 
 
 class TensorReader:

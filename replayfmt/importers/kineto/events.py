@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
-from ..common.json_stream import EXACT_US, JsonStream, LongFloat
+from ..common.json_stream import EXACT_US, JsonStream, LongFloat, key_of
 from ..common.trace_files import Progress
 
 Details = tuple[tuple[str, Any], ...]  # pairs of a member and its value, which two kernels can be compared by
@@ -274,7 +274,7 @@ class TraceEvents:
         self._begun: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self._kind_ids: dict[Any, int] = {}
         self._work_ids: dict[Any, int] = {}
-        self._launch_ids: dict[WorkKind, int] = {}
+        self._launch_ids: dict[Any, int] = {}
         self._thread_ids: dict[tuple[str, str], int] = {}
         self._readers: dict[Any, Callable[[dict[str, Any], str], None]] = {
             **dict.fromkeys(OTHER_CATEGORIES, self._other),
@@ -307,7 +307,8 @@ class TraceEvents:
         if not isinstance(event, dict):
             self.problems[_NO_FIELDS] += 1
             return
-        if not isinstance(event.get("args"), dict | None):
+        arguments = event.get("args")
+        if type(arguments) is not dict and arguments is not None:
             self.problems["have args that are no object; they were read without them"] += 1
             event = {**event, "args": None}
         try:
@@ -387,7 +388,7 @@ class TraceEvents:
         arguments = event.get("args") or {}
         name = str(event["name"])
         start = nanoseconds(event["ts"])
-        said = name, annotation, repr({each: value for each, value in arguments.items() if each in _KIND_FIELDS})
+        said = name, annotation, key_of({each: value for each, value in arguments.items() if each in _KIND_FIELDS})
         number = self._kind_ids.get(said)
         if number is None:
             number = self._kind_ids[said] = self.kind_number(_op_kind(name, annotation, arguments))
@@ -443,10 +444,14 @@ class TraceEvents:
         kernel = arguments.get("kernel")
         if not isinstance(kernel, str) or not kernel:
             return -1
-        kind = WorkKind(kernel, "kernel", _triple(arguments.get("grid")), _triple(arguments.get("block")), -1, -1)
-        number = self._launch_ids.setdefault(kind, len(self.launch_kinds))
-        if number == len(self.launch_kinds):
-            self.launch_kinds.append(kind)
+        grid, block = arguments.get("grid"), arguments.get("block")
+        said = kernel, key_of((grid, block))
+        number = self._launch_ids.get(said)
+        if number is None:
+            kind = WorkKind(kernel, "kernel", _triple(grid), _triple(block), -1, -1)
+            number = self._launch_ids[said] = self._launch_ids.setdefault(kind, len(self.launch_kinds))
+            if number == len(self.launch_kinds):
+                self.launch_kinds.append(kind)
         return number
 
     def _work(self, event: dict[str, Any], category: str) -> None:
@@ -462,7 +467,7 @@ class TraceEvents:
         if duration < 0:
             self.problems[f"of category {category} have no duration, or an impossible one; it is not known"] += 1
         name = str(event["name"])
-        said = name, category, repr({each: value for each, value in arguments.items() if each not in _LINKS})
+        said = name, category, key_of({each: value for each, value in arguments.items() if each not in _LINKS})
         number = self._work_ids.get(said)
         if number is None:
             kind = WorkKind(
