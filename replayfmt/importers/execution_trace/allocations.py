@@ -137,8 +137,8 @@ class MemoryMap:
         old = {address for address, each in zip(addresses, given, strict=True) if each.tensor.elements}
         flags: dict[Any, TensorFlag] = {}  # by address, and by that and an id
         if any([each.flags is not _NO_FLAGS for each in given]):
-            flags.update({address: each.flags for address, each in zip(addresses[::-1], given[::-1], strict=True)})
-            flags.update({(address, each.tensor.id): each.flags for address, each in zip(addresses, given, strict=True)})
+            flags |= {address: each.flags for address, each in zip(addresses[::-1], given[::-1], strict=True)}
+            flags |= {(address, each.tensor.id): each.flags for address, each in zip(addresses, given, strict=True)}
         fresh: dict[Address, _Live] = {}
         placed = []
         for tensor, strides in outputs:

@@ -199,8 +199,8 @@ class GraphWriter:
         Raises ValueError for what a record cannot hold."""
         assert step.bound is not None and step.bound.binding is not None and step.bound.choice.operator is not None
         places: dict[int, int] = {}
-        for each in step.given.values():
-            places.setdefault(each.allocation, len(places))
+        for placed in step.given.values():
+            places.setdefault(placed.allocation, len(places))
         memory = tuple(
             [
                 (places.setdefault(each.allocation, len(places)), each.strides, each.flags)

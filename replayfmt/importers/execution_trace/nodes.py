@@ -342,14 +342,15 @@ def traced_tensor(value: object, sizes: object, strides: object, type_name: str)
     """A tensor made from its six numbers; None if they do not describe a tensor."""
     if not isinstance(value, list) or len(value) != _TENSOR_FIELDS or not isinstance(sizes, list):
         return None
-    return _tensor_of(marshal.dumps((value, sizes, strides, type_name), PLAIN_MARSHAL))
+    said: Any = value, sizes, strides, type_name
+    return _tensor_of(marshal.dumps(said, PLAIN_MARSHAL))
 
 
 @lru_cache(maxsize=1 << 14)
 def _tensor_of(said: bytes) -> TracedTensor | None:
     """Made once: each tensor stands at several places of a trace."""
     value, sizes, strides, type_name = marshal.loads(said)
-    *numbers, device = value
+    numbers, device = value[:5], value[5]
     if not isinstance(device, str) or {*map(type, numbers), *map(type, sizes)} != _INTEGER:
         return None
     if min(*numbers, *sizes) < 0 or max(numbers) >= _LIMIT:
@@ -357,8 +358,9 @@ def _tensor_of(said: bytes) -> TracedTensor | None:
     shape = tuple(sizes)
     known = isinstance(strides, list) and {*map(type, strides)} <= _INTEGER
     step = tuple(strides) if known and len(strides) == len(shape) and min(strides, default=0) >= 0 else None
-    tensor = TracedTensor(*value, shape, step, type_name)
-    if device and tensor.elements != math.prod(shape):
+    number, storage, offset, elements, item_bytes = numbers
+    tensor = TracedTensor(number, storage, offset, elements, item_bytes, device, shape, step, type_name)
+    if device and elements != math.prod(shape):
         return None
     return tensor if tensor.end(contiguous(shape) if step is None else step) < _LIMIT else None
 
