@@ -111,7 +111,7 @@ _LOOKS = frozenset({
 # depends on the answer.
 _TELLS_BUILD = re.compile(r"(\w*_)?version|_?is_\w+_available|_?is_compiled_(with|against)_\w+")
 # Notify the allocator which stream uses memory. FSDP's is there from PyTorch 2.15 on.
-_TELLS_ALLOCATOR = frozenset({"record_stream", "record_grad_output_stream"})
+_TELLS_ALLOCATOR = frozenset({"record_stream", "fsdp::record_grad_output_stream"})
 _RESIZES = frozenset({"resize_", "resize_as_", "_resize_output_"})
 # Give a tensor other memory, and look at nothing of what it had.
 _ATTACHES_MEMORY = frozenset({"set_"})
@@ -471,7 +471,7 @@ def is_pytorchs(namespace: str) -> bool:
 def tells_allocator(name: str) -> bool:
     """Whether an operator only notifies the allocator which stream uses memory."""
     namespace, _, base = name.partition("::")
-    return namespace in _LIKE_ATEN and base in _TELLS_ALLOCATOR
+    return name in _TELLS_ALLOCATOR or (namespace in _LIKE_ATEN and base in _TELLS_ALLOCATOR)
 
 
 def tells_build(name: str) -> bool:

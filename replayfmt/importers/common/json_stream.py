@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import marshal
 import re
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator
@@ -30,7 +29,6 @@ _MOST_IN_VAIN = 32 << 20  # characters read in vain before the search inside dam
 _NODE_CHARACTERS = 1 << 12  # of a node of an execution trace, usually
 _CAREFUL = 32  # entries that are read separately after one that could not be read
 _SHOWN_PROBLEMS = 20
-PLAIN_MARSHAL = 2  # its version without references: what is alike has the same bytes
 _DOUBLE_DIGITS = 16  # with the point, 15 digits: those that a double always holds
 # Possessive quantifiers: strings of millions of characters keep no backtracking positions.
 _STRING = r'"(?:[^"\\]++|\\.)*+"'
@@ -74,14 +72,6 @@ def _float(text: str) -> float:
         return float(text)
     number.text = text
     return number
-
-
-def key_of(value: Any) -> bytes | str:
-    """What two values of JSON have in common exactly if they are alike, a number by its type, too."""
-    try:
-        return marshal.dumps(value, PLAIN_MARSHAL)
-    except ValueError:  # there are LongFloats in it
-        return repr(value)
 
 
 class JsonStream(Closing):

@@ -117,7 +117,7 @@ class NodeCalls:
         self._choices: dict[str, tuple[OperatorChoice, torch.FunctionSchema | None]] = {}
         self._uses: dict[str, _OperatorUse] = {}
         self._bound: dict[Any, BoundCall] = {}
-        self._forms: dict[bytes, int] = {}
+        self._forms: dict[str, int] = {}
         self._form_of: dict[int, tuple[NodeValues, int]] = {}
 
     @property

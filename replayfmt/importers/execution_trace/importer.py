@@ -585,7 +585,7 @@ class _Trace:
     def select(self, *, roots: bool) -> ChosenNodes:
         """Read it. Raises InvalidCapture if the file is not an execution trace."""
         skeleton = NodeTable(self.path)
-        known: dict[bytes, NodeValues] = {}
+        known: dict[str, NodeValues] = {}
         entry = -1
         for key, value in self._rows():
             if key == "nodes":

@@ -9,7 +9,6 @@ ranges of integer tensors if the program requested them.
 from __future__ import annotations
 
 import json
-import marshal
 import math
 import re
 import sys
@@ -22,7 +21,6 @@ from replayfmt.errors import InvalidCapture, UnsupportedVersion
 from replayfmt.format.validation import parse_json
 
 from ..common.arguments import NOTHING, ArgumentForm, RecordedArgument, TensorSpec, dtype_of, of_list, wrapped
-from ..common.json_stream import PLAIN_MARSHAL
 from ..common.synthesis import contiguous
 from ..common.trace_files import MOST_RANKS
 
@@ -103,7 +101,7 @@ class TraceNode(NamedTuple):
 _UNUSED = ("rf_id", "seq_id", "fw_tid")  # attributes
 
 
-def node_of(row: Any, known: dict[bytes, NodeValues] | None = None) -> TraceNode:
+def node_of(row: Any, known: dict[str, NodeValues] | None = None) -> TraceNode:
     """A node from its JSON object. `known` has values that other nodes had, which are made once. Raises ValueError if
     it is not one, or lacks a required field."""
     if not isinstance(row, dict):
@@ -229,11 +227,11 @@ def _check_numbers(*numbers: Any) -> None:
 _MOST_KNOWN = 1 << 14
 
 
-def _grouped(group: Mapping[str, Any], known: dict[bytes, NodeValues] | None) -> NodeValues:
+def _grouped(group: Mapping[str, Any], known: dict[str, NodeValues] | None) -> NodeValues:
     said = group["values"], group["shapes"], group["types"], group.get("strides")
     if known is None:
         return _values(*said)
-    key = marshal.dumps(said, PLAIN_MARSHAL)
+    key = repr(said)
     found = known.get(key)
     if found is None:
         if len(known) >= _MOST_KNOWN:
@@ -242,7 +240,7 @@ def _grouped(group: Mapping[str, Any], known: dict[bytes, NodeValues] | None) ->
     return found
 
 
-def form_of(values: NodeValues) -> bytes:
+def form_of(values: NodeValues) -> str:
     """What tells these values from others, besides the ids and addresses of tensors: which of them are the same is
     told."""
     numbers: dict[TracedTensor, int] = {}
@@ -252,7 +250,7 @@ def form_of(values: NodeValues) -> bytes:
             return (numbers.setdefault(value, len(numbers)), *value[2:]) if value.device else tuple(value)
         return list(map(form, value)) if type(value) is list else value
 
-    return marshal.dumps((values.types, values.strided, form(values.values)), PLAIN_MARSHAL)
+    return repr((values.types, values.strided, form(values.values)))
 
 
 def _values(values: Any, shapes: Any, types: Any, strides: Any) -> NodeValues:
@@ -340,25 +338,24 @@ class TracedTensor(NamedTuple):
 
 def traced_tensor(value: object, sizes: object, strides: object, type_name: str) -> TracedTensor | None:
     """A tensor made from its six numbers; None if they do not describe a tensor."""
-    if not isinstance(value, list) or len(value) != _TENSOR_FIELDS or not isinstance(sizes, list):
+    if not isinstance(value, list) or len(value) != _TENSOR_FIELDS or not isinstance(value[5], str):
         return None
-    said: Any = value, sizes, strides, type_name
-    return _tensor_of(marshal.dumps(said, PLAIN_MARSHAL))
+    if not isinstance(sizes, list) or not set(map(type, (*value[:5], *sizes))) <= _INTEGER:
+        return None
+    known = isinstance(strides, list) and set(map(type, strides)) <= _INTEGER
+    return _tensor_of(tuple(value), tuple(sizes), tuple(strides) if known else None, type_name)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1 << 14)
-def _tensor_of(said: bytes) -> TracedTensor | None:
-    """Made once: each tensor stands at several places of a trace."""
-    value, sizes, strides, type_name = marshal.loads(said)
-    numbers, device = value[:5], value[5]
-    if not isinstance(device, str) or {*map(type, numbers), *map(type, sizes)} != _INTEGER:
+def _tensor_of(
+    value: tuple[Any, ...], shape: tuple[int, ...], step: tuple[int, ...] | None, type_name: str
+) -> TracedTensor | None:
+    """Made once: each tensor stands at several places of a trace, and each place is read several times."""
+    number, storage, offset, elements, item_bytes, device = value
+    if min(*value[:5], *shape) < 0 or max(value[:5]) >= _LIMIT:
         return None
-    if min(*numbers, *sizes) < 0 or max(numbers) >= _LIMIT:
-        return None
-    shape = tuple(sizes)
-    known = isinstance(strides, list) and {*map(type, strides)} <= _INTEGER
-    step = tuple(strides) if known and len(strides) == len(shape) and min(strides, default=0) >= 0 else None
-    number, storage, offset, elements, item_bytes = numbers
+    if step is not None and (len(step) != len(shape) or min(step, default=0) < 0):
+        step = None
     tensor = TracedTensor(number, storage, offset, elements, item_bytes, device, shape, step, type_name)
     if device and elements != math.prod(shape):
         return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
-from ..common.json_stream import EXACT_US, JsonStream, LongFloat, key_of
+from ..common.json_stream import EXACT_US, JsonStream, LongFloat
 from ..common.trace_files import Progress
 
 Details = tuple[tuple[str, Any], ...]  # pairs of a member and its value, which two kernels can be compared by
@@ -388,7 +388,7 @@ class TraceEvents:
         arguments = event.get("args") or {}
         name = str(event["name"])
         start = nanoseconds(event["ts"])
-        said = name, annotation, key_of({each: value for each, value in arguments.items() if each in _KIND_FIELDS})
+        said = name, annotation, repr({each: value for each, value in arguments.items() if each in _KIND_FIELDS})
         number = self._kind_ids.get(said)
         if number is None:
             number = self._kind_ids[said] = self.kind_number(_op_kind(name, annotation, arguments))
@@ -445,7 +445,7 @@ class TraceEvents:
         if not isinstance(kernel, str) or not kernel:
             return -1
         grid, block = arguments.get("grid"), arguments.get("block")
-        said = kernel, key_of((grid, block))
+        said = kernel, repr((grid, block))
         number = self._launch_ids.get(said)
         if number is None:
             kind = WorkKind(kernel, "kernel", _triple(grid), _triple(block), -1, -1)
@@ -467,7 +467,7 @@ class TraceEvents:
         if duration < 0:
             self.problems[f"of category {category} have no duration, or an impossible one; it is not known"] += 1
         name = str(event["name"])
-        said = name, category, key_of({each: value for each, value in arguments.items() if each not in _LINKS})
+        said = name, category, repr({each: value for each, value in arguments.items() if each not in _LINKS})
         number = self._work_ids.get(said)
         if number is None:
             kind = WorkKind(
